@@ -137,13 +137,13 @@ class Arena:
     def _add(self, piece: Piece, storage: UntypedStorage) -> None:
         self.pieces.append(piece)
         self.pieces.sort(key=lambda p: p.offset)
-        weakref.finalize(storage, _release, weakref.ref(self), piece, piece.offset).atexit = False
+        weakref.finalize(storage, _release, weakref.ref(self), piece).atexit = False
 
 
-def _release(arena: "weakref.ref[Arena]", piece: Piece, offset: int) -> None:
-    """The storage of `piece` at `offset` is gone. If the piece has moved, this was the one that it left."""
+def _release(arena: "weakref.ref[Arena]", piece: Piece) -> None:
+    """A storage of `piece` is gone. If that was the one that it leaves, `_move` has taken it out, and adds it again."""
     here = arena()
-    if here is not None and piece.offset == offset and piece in here.pieces:
+    if here is not None and piece in here.pieces:
         here.pieces.remove(piece)
 
 

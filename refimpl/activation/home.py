@@ -83,7 +83,7 @@ class Partitioned:
             return None if self.then is None else self.then.put(x, place)
         self._compare(x)
         size = -(-x.numel() // self.group.size)  # [s]
-        first = min(size * self.group.rank, x.numel())
+        first = size * self.group.rank
         mine = x.new_zeros(size)
         part = x.reshape(-1)[first : first + size]
         mine[: part.numel()] = part

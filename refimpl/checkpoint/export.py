@@ -40,7 +40,7 @@ def entries(folder: Folder, dtype: torch.dtype | None, exclude_frozen: bool = Fa
                 continue
             own, shape = dtype_named(place.dtype), place.shape
         elif known in folder.about["buffers"]:
-            own, shape = folder.reader(0).entry(f"buffer/{known}")
+            own, shape = folder.with_buffer(known).entry(f"buffer/{known}")
         else:
             continue  # left out by the save, or what a module keeps beside its tensors
         result[name] = (dtype if dtype is not None and own.is_floating_point else own), shape
@@ -52,7 +52,7 @@ def pieces(folder: Folder, name: str, entry: Entry) -> Iterator[Tensor]:
     dtype = entry[0]
     known = folder.canonical(name)
     if known not in folder.places:
-        yield folder.reader(0).tensor(f"buffer/{known}").reshape(-1).to(dtype)
+        yield folder.with_buffer(known).tensor(f"buffer/{known}").reshape(-1).to(dtype)
         return
     numel = folder.places[known].numel
     for begin in range(0, numel, PIECE):

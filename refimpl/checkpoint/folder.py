@@ -77,6 +77,11 @@ class Folder:
                 return
         raise CheckpointError(f"{self.path}: {REPLACED}")
 
+    def with_buffer(self, name: str, rank: int = 0) -> Reader:
+        """A rank's tensors, or those of the first that has this buffer: another pipeline stage's are not there."""
+        ranks = self.about["buffers"][name].get("ranks", [rank])
+        return self.reader(rank if rank in ranks else ranks[0])
+
     def notes(self, rank: int) -> dict[str, Any]:
         """A rank's JSON, as it is in the file. CheckpointError if it belongs to another save or rank."""
         if rank not in self._notes:

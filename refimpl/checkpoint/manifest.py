@@ -7,6 +7,7 @@ belongs to another save. `sha256sum` computes the same checksums by hand.
 
 import hashlib
 import json
+import os
 import re
 import stat
 from collections.abc import Iterable
@@ -121,11 +122,11 @@ def is_in(folder: Path) -> bool:
 
 
 def complete(load_dir: Path) -> list[str]:
-    """The tags of the complete checkpoints in a folder."""
+    """The tags of the complete checkpoints in a folder; what may not be looked into is none (lost+found)."""
     found = set()
     for entry in load_dir.iterdir():
         leftover = LEFTOVER.fullmatch(entry.name)
-        if (entry / NAME).is_file() and (leftover is None or leftover["id"] == "old"):
+        if os.path.isfile(entry / NAME) and (leftover is None or leftover["id"] == "old"):
             found.add(leftover["name"] if leftover else entry.name)
     return sorted(found)
 

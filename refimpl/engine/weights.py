@@ -16,7 +16,7 @@ from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.comm.group import Group
-from refimpl.engine.contents import frozen_names
+from refimpl.engine.contents import extra_states, frozen_names
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions
 from refimpl.parallel.swap import join_parts
@@ -151,14 +151,14 @@ def read_buffers(engine: TrainingState, folder: Folder, rank: int) -> None:
     for own, buffer in engine.module.named_buffers():
         name = engine.saved_name(own)
         if name in folder.about["buffers"]:
-            ranks = folder.about["buffers"][name].get("ranks", [rank])
-            saved = folder.reader(rank if rank in ranks else ranks[0]).tensor(f"buffer/{name}")
+            saved = folder.with_buffer(name, rank).tensor(f"buffer/{name}")
             if saved.shape == buffer.shape:  # or `check_fits` has refused it, if it is persistent
                 buffer.copy_(saved)
-    modules = {engine.saved_name(name): module for name, module in engine.module.named_modules()}
-    for name, state in folder.value(rank, "extra_state").items():
-        if name in modules:
-            modules[name].set_extra_state(state)
+    left = {engine.saved_name(name): engine.module.get_submodule(name) for name in extra_states(engine.module)}
+    for there in (rank, *range(folder.ranks)):  # another pipeline stage's are with another rank
+        for name, state in folder.value(there, "extra_state").items() if left else ():
+            if name in left:
+                left.pop(name).set_extra_state(state)
 
 
 def read_with(engine: TrainingState, folder: Folder, load: Callable[..., object]) -> None:

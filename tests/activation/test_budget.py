@@ -93,6 +93,12 @@ def test_no_plan_is_better(parts: list[tuple[int, int, int, int]], budget: int) 
     assert forwards(found, blocks) == min(forwards(plan, blocks) for plan in fitting)
 
 
+def test_sizes_that_are_rounded_stay_within_the_budget() -> None:
+    blocks = [Block(9973 + i, 9973 + i + 1, 30011 + 7 * i, 1.0 + i, 0.0, 101) for i in range(6)]
+    for budget in range(99_000, 240_000, 1009):
+        assert peak(best(blocks, budget), blocks) <= budget
+
+
 NESTED: Plan = (0, Again((Again((1, 2)), 3)), 4, Again((Again((5,)), 6)))
 
 

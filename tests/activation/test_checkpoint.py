@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torchs
@@ -407,6 +407,15 @@ def test_a_checkpoint_dies_with_its_graph() -> None:
         assert alive() is not None
         y.sum().backward()
         assert alive() is None
+        again: list[weakref.ref[UntypedStorage]] = []
+
+        def saves_what_it_gives(t: Tensor) -> Tensor:
+            out = t.exp()
+            again.append(weakref.ref(out.untyped_storage()))
+            return out.exp()
+
+        checkpoint(saves_what_it_gives, x).sum().backward()
+        assert [ref() for ref in again] == [None, None]
         dropped = x * 3
         alive = weakref.ref(dropped.untyped_storage())
         y = checkpoint(torch.sin, dropped)

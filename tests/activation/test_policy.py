@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from refimpl.activation.checkpoint import Checkpoint
-from refimpl.activation.policy import Policy, named
+from refimpl.activation.policy import Policy, can_keep, named
 
 Fn = Callable[[Tensor, Tensor], Tensor]
 FUNCTIONS: dict[str, Fn] = {
@@ -36,6 +36,14 @@ def test_everything_may_be_kept(name: str) -> None:
     """`detach` too, which autograd's own bookkeeping runs more often the second time."""
     assert is_same(FUNCTIONS[name], lambda op: True)
     assert is_same(FUNCTIONS[name], named("view", "expand", "t", "split", "detach", "topk"))
+
+
+def test_what_is_drawn_or_written_in_place_is_never_kept() -> None:
+    """Else the second run would draw less before what it draws anew, and not write."""
+    assert is_same(lambda x, y: torch.dropout(x @ y * torch.rand_like(x), 0.5, True).exp(), named("rand_like", "mul"))
+    assert is_same(lambda x, y: [h := x @ y, h.mul_(y)][0].exp(), named("mul_"))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert [can_keep(flash, (), given) for given in ({}, {"dropout_p": 0.0}, {"dropout_p": 0.1})] == [True, True, False]
 
 
 def test_a_policy_that_counts_is_asked_in_the_first_run_alone() -> None:

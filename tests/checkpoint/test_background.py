@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 import worlds
 from saving import in_folder, same, settings, start, train, weights
 
-from refimpl.checkpoint import write
+from refimpl.checkpoint import atomic, write
 from refimpl.checkpoint.background import Background
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.write import SCRIPT
@@ -147,9 +148,13 @@ def test_a_failure_is_raised_once_and_the_next_work_runs() -> None:
         work.wait()
     assert caught.value is error
     work.wait()
-    work.start(lambda: done.append(threading.current_thread().name), "second")
+    work.start(fail, "fail")
+    with pytest.raises(KeyError):
+        work.start(fail, "who begins the next hears of the one before")
+    work.hopeless.set()  # of the one before
+    work.start(lambda: done.append((threading.current_thread().name, work.hopeless.is_set())), "second")
     work.wait()
-    assert done == ["second"]
+    assert done == [("second", False)]
 
 
 def test_python_waits_for_it_and_prints_what_nobody_has_waited_for() -> None:
@@ -161,6 +166,21 @@ Background().start(lambda: (threading.main_thread().join(), {}['lost']), 'still 
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "nobody has waited for it" in ended.stderr
     assert "KeyError: 'lost'" in ended.stderr
+
+
+def test_what_is_given_up_takes_no_file_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that is still writing: else the folder would stay, with that file in it."""
+    new, rmtree = atomic.unfinished(tmp_path / "a", "0123abcd"), shutil.rmtree
+    new.mkdir()
+
+    def late(path: Path, **more: Any) -> None:
+        with pytest.raises(FileNotFoundError):
+            (new / "rank00001.json").touch()
+        rmtree(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
+    atomic.discard(new)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_whose_folder_rank_0_has_given_up_says_so(tmp_path: Path) -> None:

@@ -167,6 +167,12 @@ def test_sizes(text: Any, size: int) -> None:
     assert export.size_of(text) == size
 
 
+def test_a_tensor_that_is_too_large_has_a_file_of_its_own() -> None:
+    large, small = (torch.float32, (9,)), (torch.float32, (2,))
+    shards = export.in_shards({"a": large, "b": small, "c": small, "d": small, "e": large}, 16)
+    assert [list(shard) for shard in shards] == [["a"], ["b", "c"], ["d"], ["e"]]
+
+
 @pytest.mark.parametrize("text", ["", "GB", "-1MB", "five", "0", 0, -5])
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a size such as 5GB"):

@@ -23,7 +23,7 @@ from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.export import weights
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
-from refimpl.checkpoint.from_deepspeed import import_folder
+from refimpl.checkpoint.from_deepspeed import import_folder, scaler_of
 
 HERE = Path(__file__).parent / "deepspeed_written"
 KINDS = [f"zero{stage}-{section}" for stage in (1, 2, 3) for section in ("fp32", "bf16")]
@@ -331,3 +331,11 @@ def test_what_is_missing_damaged_or_of_another_kind_is_named(written: Path, tmp_
         CheckpointError, match=r"this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it"
     ):
         engine.load_checkpoint(tmp_path / "ds", tag="global_step3")
+
+
+def test_a_loss_scale_goes_on_where_it_was() -> None:
+    """Overflow in iteration 3, then 4, 5 and 6 without one."""
+    scaler = unpickle.Shell()
+    vars(scaler).update(cur_scale=1024, cur_iter=7, last_overflow_iter=3, cur_hysteresis=2)
+    assert scaler_of(scaler) == {"scale": 1024.0, "left": 2, "good_steps": 3}
+    assert scaler_of(None) is None

@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from refimpl.checkpoint import folder
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.manifest import digest
 from refimpl.checkpoint.tensors import NAMES, Reader, Writer, entry, write
@@ -17,6 +18,7 @@ TENSORS = {
     "scalar": torch.tensor(2.5),
     "empty": torch.zeros(0, 3),
     "strided": torch.arange(12.0).view(3, 4).t(),
+    "every second": torch.arange(9.0)[::2],
     "names may hold / and ü": torch.ones(1, 1, 1, dtype=torch.bfloat16),
 }
 
@@ -31,6 +33,9 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     loaded = safetensors.torch.load_file(tmp_path / "f")
     assert loaded.keys() == TENSORS.keys()
     assert all(equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+    with Reader(tmp_path / "f") as file:
+        for name, about in file._header.items():
+            assert (file._begin + about["data_offsets"][0]) % TENSORS[name].itemsize == 0, "aligned, to be mapped"
 
 
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
@@ -68,6 +73,15 @@ def test_a_piece_reads_its_own_bytes_alone(tmp_path: Path) -> None:
     assert out[25:].eq(7).all()
 
 
+def test_another_dtype_is_read_by_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "PIECE", 3)
+    write(tmp_path / "f", {"w": torch.arange(20.0)})
+    out = torch.empty(11, dtype=torch.bfloat16)
+    with Reader(tmp_path / "f") as file:
+        folder.read_into(file, "w", 5, out)
+    assert out.tolist() == list(range(5, 16))
+
+
 def test_what_was_announced_must_be_put(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="8 bytes were announced"),
@@ -98,6 +112,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:
         b"{",
         b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
         b'{"w":{"dtype":"P","shape":[]}}',
+        b'{"v":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[3],"data_offsets":[1,4]}}',
     ):
         (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
         with pytest.raises(CheckpointError, match="f: "):

@@ -4,6 +4,8 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +173,43 @@ def test_a_checkpoint_of_deepspeed_is_named(one: bool, tmp_path: Path) -> None:
         assert "this is a checkpoint of DeepSpeed; `refimpl checkpoint import` reads it" in text
 
 
-def test_what_is_complete_has_its_name_or_had_it(tmp_path: Path) -> None:
-    for name in ("a", ".b.refimpl-old", ".c.refimpl-0123abcd"):  # one whose successor was killed, one not finished
+def for_root_alone(real: Callable[..., os.stat_result], path: Any, **more: Any) -> os.stat_result:
+    if "lost+found/" in str(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    return real(path, **more)
+
+
+def test_what_is_complete_has_its_name_or_had_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One whose successor was killed, one not finished, and what the root of a disk has, which root alone may look into.
+    for name in ("a", ".b.refimpl-old", ".c.refimpl-0123abcd", "lost+found"):
         (tmp_path / name).mkdir()
         (tmp_path / name / manifest.NAME).touch()
+    monkeypatch.setattr(os, "stat", partial(for_root_alone, os.stat))
     assert manifest.complete(tmp_path) == ["a", "b"]
     with pytest.raises(OSError, match="too long"):
         manifest.is_in(tmp_path / ("x" * 300))
+
+
+def test_the_oldest_are_those_of_the_fewest_steps(steps: Path, tmp_path: Path) -> None:
+    """Whatever they are called and whenever they were copied. Of a link the link goes, and what it points at stays."""
+    for step, name in ((1, "b"), (2, "c"), (3, "a")):
+        shutil.copytree(steps / f"global_step{step}", tmp_path / name)
+        os.utime(tmp_path / name / manifest.NAME, (0, 9 - step))
+    (tmp_path / "d").symlink_to(steps / "global_step4")
+    assert [f.tag for f in prune.in_order(tmp_path)] == ["b", "c", "a", "d"]
+    (tmp_path / "latest").write_text("c")
+    first: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        unlink, iterdir = Path.unlink, Path.iterdir
+        patch.setattr(Path, "iterdir", lambda path: iter(sorted(iterdir(path), key=lambda p: p.name == manifest.NAME)))
+        patch.setattr(Path, "unlink", lambda path, **more: (first.append(path.name), unlink(path, **more)))
+        assert [f.tag for f in prune.prune(tmp_path, 1)] == ["b", "a"]
+    assert first[0] == manifest.NAME, "what is half deleted is not taken for whole"
+    (tmp_path / "latest").write_text("c")
+    shutil.copytree(steps / "global_step5", tmp_path / "e")
+    prune.prune(tmp_path, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "e", "latest"}
+    assert manifest.is_in(steps / "global_step4")
 
 
 def test_prune(steps: Path) -> None:

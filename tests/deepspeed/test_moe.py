@@ -109,10 +109,34 @@ def test_gates_dense_and_sparse(k: int) -> None:
     assert torch.equal(dense, combine)
     assert torch.equal(mask, combine > 0)
     assert mask.sum((0, 2)).max() <= 3 * k
+    assert (indices >= 0).sum() == mask.sum() < 16 * k
+    places = sharded_moe._route_slots(indices, slots, 4, 3 * k)
+    queues = sharded_moe._sparse_encode(x, places, 4, 3 * k)
+    assert torch.equal(queues, torch.einsum("tec,tm->ecm", mask.float(), x))
+    answers = sharded_moe._sparse_decode(queues.flatten(0, 1), places, weights, 16)
+    torch.testing.assert_close(answers, torch.einsum("tec,ecm->tm", combine, queues))
     gate.eval()
     assert gate(x)[1].shape[2] == 8 * k
     gate.drop_tokens = False
     assert gate(x)[2].sum() == 16 * k
+    assert sharded_moe.topkgating(torch.randn(16, 4), k, 0.25, 0, drop_tokens=False)[2].sum() == 16 * k
+
+
+def beside_tensor_ranks() -> None:
+    """Tensor ranks have the same tokens, and each sees a part of them at its experts, which are whole."""
+    layers = [made(num_experts=4, k=2, drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False) for _ in "ab"]
+    for layer, tensor in zip(layers, (Group(None), Group.world()), strict=True):
+        for _ in range(2):  # by set_deepspeed_parallelism, and by initialize
+            layer.deepspeed_moe.use_ranks(Group(None), tensor, False)
+        output, l_aux, _ = layer(torch.linspace(-1, 1, 7 * WIDTH).view(7, WIDTH).sin())
+        (output.square().sum() + l_aux).backward()
+    for (name, p), q in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_beside_tensor_ranks_are_those_of_one(ranks: int) -> None:
+    run(beside_tensor_ranks, ranks=ranks)
 
 
 def test_refused() -> None:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from worlds import run
 
 from refimpl import launch
+from refimpl.checkpoint.export import weights
+from refimpl.checkpoint.find import given
+from refimpl.checkpoint.folder import Folder
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 from refimpl.comm.process_group import of_rows
@@ -148,18 +151,32 @@ def test_logits_are_whole_on_every_rank(axes: dict[str, int]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+class Kept(nn.BatchNorm1d):
+    """Keeps something beside its tensors, as layers in fp8 do."""
+
+    beside = 0
+
+    def get_extra_state(self) -> int:
+        return self.beside
+
+    def set_extra_state(self, state: int) -> None:
+        self.beside = state
+
+
 def rates_of_stages(folder: Path) -> tuple[list[float], list[float]]:
     """A stage's rates, before a save and after a load into the same layout."""
     from refimpl.parallel.pipeline.module import PipelineModule
 
     def made() -> Any:
         group = Group.world()
-        module = PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], group, nn.MSELoss(), partition="uniform")
+        module = PipelineModule([nn.Linear(8, 8), Kept(8)], group, nn.MSELoss(), partition="uniform")
         given = [{"params": list(module.parameters()), "lr": 0.01 * 10**group.rank}]
         config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
         return initialize(model=module, model_parameters=given, config=config)[0]
 
     first = made()
+    for layer in first.module.children():
+        layer.beside = 3
     first.save_checkpoint(folder)
     second = made()
     for group in second.stage.optimizer.param_groups:
@@ -168,9 +185,18 @@ def rates_of_stages(folder: Path) -> tuple[list[float], list[float]]:
     return first.get_lr(), second.get_lr()
 
 
-def test_a_stage_gets_its_own_settings_back(tmp_path: Path) -> None:
+def test_a_stage_gets_its_own_settings_back_and_its_buffers_are_exported(tmp_path: Path) -> None:
     for rank, (before, after) in enumerate(run(rates_of_stages, tmp_path)):
         assert before == after == [pytest.approx(0.01 * 10**rank)]
+    with Folder(*given(tmp_path)) as opened:
+        found = dict(weights(opened, torch.bfloat16))
+    nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).load_state_dict(found)
+    assert found.pop("1.num_batches_tracked").dtype == torch.int64
+    assert {w.dtype for w in found.values()} == {torch.bfloat16}
+    model = nn.Sequential(nn.Linear(8, 8), kept := Kept(8))
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    initialize(model=model, config=config)[0].load_checkpoint(tmp_path, load_module_only=True)
+    assert kept.beside == 3, "of a stage that another rank had"
 
 
 class Mpu:

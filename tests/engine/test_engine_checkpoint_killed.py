@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,28 @@ def test_what_a_living_run_is_writing_is_left_alone(tmp_path: Path, monkeypatch:
         assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / tag)
 
 
+def test_of_two_saves_the_one_that_ends_first_gives_nothing_of_the_other_away(tmp_path: Path) -> None:
+    def saves() -> AbstractContextManager[bool]:
+        return atomic.hold(tmp_path, manifest.NAME, manifest.ours)
+
+    first, second = ExitStack(), ExitStack()
+    assert [first.enter_context(saves()), second.enter_context(saves())] == [True, False]
+    first.close()
+    with saves() as alone:
+        assert not alone
+    second.close()
+
+
+def test_what_somebody_keeps_in_a_checkpoint_is_not_put_back_to_what_it_was(tmp_path: Path) -> None:
+    """A save that had replaced `a` was killed before it had deleted what `a` was."""
+    for name, text in ((".a.refimpl-old", "old"), ("a", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / manifest.NAME).touch()
+        (tmp_path / name / "notes.txt").write_text(text)
+    with atomic.hold(tmp_path, manifest.NAME, manifest.ours):
+        assert [(path.name, (path / "notes.txt").read_text()) for path in tmp_path.iterdir()] == [("a", "new")]
+
+
 def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the power that fails: no kill shows it. Files are told by their inodes, which a rename keeps."""
     events: list[tuple[str, int]] = []
@@ -175,10 +197,12 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", renaming("rename"))
     monkeypatch.setattr(os, "replace", renaming("replace"))
-    start(settings(0)).save_checkpoint(tmp_path, "a")
-    parent, folder, latest = (path.stat().st_ino for path in (tmp_path, tmp_path / "a", tmp_path / "latest"))
+    here = tmp_path / "run"
+    start(settings(0)).save_checkpoint(here, "a")
+    assert events[0] == ("sync", tmp_path.stat().st_ino), "in which the folder of checkpoints was made"
+    parent, folder, latest = (path.stat().st_ino for path in (here, here / "a", here / "latest"))
     named, pointed = events.index(("name", folder)), events.index(("name", latest))
-    first = {path.name: events.index(("sync", path.stat().st_ino)) for path in (tmp_path / "a").iterdir()}
+    first = {path.name: events.index(("sync", path.stat().st_ino)) for path in (here / "a").iterdir()}
     assert max(first, key=lambda name: first[name]) == manifest.NAME, "it vouches for the others, so they come before"
     assert ("sync", folder) in events[max(first.values()) : named]
     assert ("sync", parent) in events[named:pointed]

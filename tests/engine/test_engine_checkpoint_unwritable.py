@@ -14,7 +14,7 @@ import worlds
 from saving import settings, start, train, tree
 
 from refimpl import launch
-from refimpl.checkpoint import atomic
+from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.write import SCRIPT
 
@@ -126,6 +126,22 @@ def test_a_tag_that_another_run_replaces_at_the_same_moment(tmp_path: Path) -> N
     texts = worlds.run(taken_away, tmp_path, ranks=3)
     assert len(set(texts)) == 1
     assert re.match(r"rank 0: .*/best has gone meanwhile; another run saves there at this moment: give each", texts[0])
+
+
+def test_what_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> None:
+    new, folder, rename = tmp_path / "new", tmp_path / "best", os.rename
+    new.mkdir()
+    folder.mkdir()
+    (folder / "weights").write_text("kept")
+
+    def failing(old: Path, name: Path) -> None:
+        if old == new:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(old, name)
+
+    with mock.patch.object(os, "rename", failing), pytest.raises(OSError, match="Input/output"):
+        atomic.replace_folder(new, folder, manifest.ours)
+    assert (folder / "weights").read_text() == "kept"
 
 
 def test_a_16bit_model_that_cannot_be_written(tmp_path: Path) -> None:

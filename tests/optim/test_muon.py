@@ -22,6 +22,9 @@ def test_it_has_the_directions_of_the_gradient_and_makes_them_equally_long(shape
     lengths = seen.diagonal(dim1=-2, dim2=-1)
     assert 0.6 < lengths.min() < lengths.max() < 1.25
     assert (seen - torch.diag_embed(lengths)).abs().max() < 0.1
+    if g.ndim == 3:  # each by itself, also one whose gradient is small beside the others'
+        scales = torch.tensor([1.0, 1e-3, 1e3])[:, None, None]
+        torch.testing.assert_close(orthogonal(scales * g), torch.stack([orthogonal(one) for one in scales * g]))
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 60), (60, 16)])
@@ -34,13 +37,14 @@ def test_it_goes_where_torchs_goes(shape: tuple[int, int]) -> None:
         for p, optimizer in pairs:
             p.grad = drawn(step + 1, *shape)[-1].clone()
             optimizer.step()
+            assert torch.equal(p.grad, drawn(step + 1, *shape)[-1]), "nobody's gradient is written to"
     way = (torchs - drawn(*shape)).norm()
     assert (ours - torchs).norm() < 0.02 * way
 
 
 def test_a_convolution_is_a_matrix_of_its_filters() -> None:
-    g = drawn(6, 3, 5, 5)
-    assert torch.equal(made(g), orthogonal(g.view(6, 75)).view_as(g))
+    g = drawn(6, 3, 8, 2)
+    assert torch.equal(made(g), 2 * orthogonal(g.view(6, 48)).view_as(g))
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
@@ -79,3 +83,18 @@ def test_groups_and_rates() -> None:
             Muon([{"params": [vector], "use_muon": True}])
     with pytest.raises(ValueError, match="a momentum in"):
         Muon(every, momentum=1.0)
+
+
+def test_a_step_with_a_closure_at_each_groups_rate() -> None:
+    still, moved, low = nn.Parameter(drawn(3, 3)), nn.Parameter(drawn(5, 3)), nn.Parameter(drawn(3).bfloat16())
+    optimizer = Muon([{"params": [moved]}, {"params": [still], "lr": 0.0}, {"params": [low]}])
+
+    def closure() -> float:
+        loss = still.square().sum() + moved.square().sum() + low.float().square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    assert optimizer.step(closure) > 0
+    assert torch.equal(still, drawn(3, 3))
+    assert not torch.equal(moved, drawn(5, 3))
+    assert optimizer.state[low]["step"].dtype == torch.float32, "bf16 counts to 256"

@@ -58,6 +58,8 @@ def in_stages(schedule: str, interval: int = 0) -> Answer:
         whole, Group.world(), loss_of(whole), schedule=schedule, partition=[1.0] * 12, checkpoint_interval=interval
     )
     losses = module.forward_backward(*data()).tolist()
+    for micro, out in module.pipeline(MICRO).evaluate(data()[0]).items():
+        assert torch.equal(out, nn.Sequential(*chain())(data()[0][micro])), "what is no loss gets no balance"
     module.eval()
     return {n: p.grad for n, p in module.named_parameters()}, losses, module.evaluate(*data()).tolist()
 

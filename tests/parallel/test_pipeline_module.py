@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from pipeline_models import same
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from worlds import run
 
 from refimpl.comm.group import Group
@@ -105,6 +107,33 @@ def test_gradients_add_up_over_calls() -> None:
         for name, grad in once[0].items():
             assert grad is not None
             torch.testing.assert_close(twice[0][name], 2 * grad)
+
+
+class Masked(nn.Linear):
+    """Hands its mask on, as Megatron's layers do."""
+
+    def forward(self, x: Any) -> Any:
+        hidden, mask = x
+        return super().forward(hidden).tanh() * mask, mask
+
+
+def by_torchs_own(interval: int) -> Grads:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), lambda x: (x, torch.ones(4)), Masked(4, 4), Masked(4, 4), lambda x: x[0]]
+    how = partial(torchs_checkpoint, use_reentrant=True)
+    module = PipelineModule(
+        layers, Group.world(), F.mse_loss, partition=[1, 0, 1, 1, 0], checkpoint_interval=interval, how=how,
+        checkpointable=["Masked"],
+    )  # fmt: skip
+    module.forward_backward([torch.ones(2, 4)], [torch.zeros(2, 4)])
+    return grads_of(module)
+
+
+def test_a_checkpoint_that_sees_no_tensor_in_a_tuple() -> None:
+    """torch's reentrant one returns gradients to its arguments alone: what comes before would learn nothing."""
+    for plain, again in zip(run(by_torchs_own, 0), run(by_torchs_own, 1), strict=True):
+        assert all(grad is not None for grad in again.values())
+        assert same(again, plain) == {}
 
 
 class Counts(nn.Linear):
@@ -282,6 +311,23 @@ def test_a_spec_says_what_it_builds_if_asked(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage() for record in caplog.records] == ["building Linear(4, 5)"]
 
 
+class Computes(nn.Linear):
+    """Cannot be built without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.to("cpu")
+
+
+def test_layers_that_compute_while_they_are_built_are_counted_too() -> None:
+    """And what is drawn for it is drawn again."""
+    torch.manual_seed(0)
+    module = PipelineModule([LayerSpec(Computes)], Group.world(), F.mse_loss)
+    torch.manual_seed(0)
+    assert torch.equal(module.get_parameter("0.weight"), Computes().weight)
+
+
 def test_alone_it_is_the_model() -> None:
     module = PipelineModule(specs(), Group.world(), F.mse_loss)
     x, y = torch.randn(2, 5), torch.randn(2, 2)
@@ -295,6 +341,39 @@ def half(_: int) -> None:
 def test_half_a_model_is_not_called() -> None:
     with pytest.raises(RuntimeError, match="call forward_backward or evaluate on all ranks"):
         run(half, 0)
+
+
+class Scaled(nn.Module):
+    """A loss that learns, as one with a temperature does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.scale * out, target)
+
+
+def learned(schedule: str) -> tuple[Tensor | None, bool]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    module = PipelineModule(layers, Group.world(), Scaled(), schedule=schedule, partition="uniform")
+    module.forward_backward(list(torch.ones(4, 2, 4)), list(torch.zeros(4, 2, 4)))
+    module.eval()
+    return dict(module.named_parameters()).get("loss.scale", Tensor()).grad, module.loss.training
+
+
+def test_what_a_loss_learns_is_the_last_stages() -> None:
+    """On other ranks it would stay as it was, and be what a checkpoint keeps."""
+    torch.manual_seed(0)
+    layers, scaled = [nn.Linear(4, 4) for _ in range(4)], Scaled()
+    scaled(nn.Sequential(*layers)(torch.ones(2, 4)), torch.zeros(2, 4)).backward()
+    for schedule, holders in (("1f1b", {1}), ("zb-v", {0}), ("dualpipe", {0, 1})):
+        found = run(learned, schedule)
+        assert {rank for rank, (grad, _) in enumerate(found) if grad is not None} == holders
+        for grad, is_training in found:
+            assert grad is None or torch.allclose(grad, scaled.scale.grad)
+            assert not is_training
 
 
 # --- ties

@@ -5,19 +5,23 @@ import signal
 import weakref
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from pipeline_models import WIDTH, batches, build, gradients, loss, one_process, same
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from worlds import run
 
 from refimpl import launch
 from refimpl.comm.group import Group
+from refimpl.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
 from refimpl.parallel.pipeline.runner import Pipeline
 from refimpl.parallel.pipeline.schedules.named import NAMES, schedule
 from refimpl.parallel.pipeline.schedules.table import Table
 from refimpl.parallel.pipeline.shared import sum_gradients
+from refimpl.parallel.pipeline.ties import shared
 
 Found = tuple[dict[int, dict[str, Tensor | None]], Tensor, int]
 
@@ -87,15 +91,17 @@ class Saved:
         self.tensor = tensor
 
 
-def graphs_alive(name: str) -> tuple[int, int]:
-    """The most graphs of (stage, micro-batch) that autograd keeps on this rank after any forward, and the bound."""
+def graphs_alive(name: str) -> tuple[int, int, int]:
+    """The most graphs of (stage, micro-batch) that autograd keeps on this rank after any forward, and the bound; the
+    most activations that are there then, come or sent."""
     group = Group.world()
-    table = schedule(name, group.size, 2 * group.size)
+    table = schedule(name, group.size, 4 * group.size)
     graphs: list[weakref.WeakSet[Saved]] = []
-    most = 0
+    values: list[weakref.ref[UntypedStorage]] = []
+    most = there = 0
 
     def watched(module: nn.Module, x: Any) -> Any:
-        nonlocal most
+        nonlocal most, there
         graphs.append(weakref.WeakSet())
 
         def pack(tensor: Tensor) -> Saved:
@@ -105,19 +111,29 @@ def graphs_alive(name: str) -> tuple[int, int]:
 
         with saved_tensors_hooks(pack, lambda saved: saved.tensor):
             out = module(x)
-        most = max(most, sum(map(bool, graphs)))
+        values.extend(weakref.ref(t.untyped_storage()) for t in (x, out) if t.requires_grad)
+        most, there = max(most, sum(map(bool, graphs))), max(there, sum(ref() is not None for ref in values))
         return out
 
+    sent: list[Any] = []
+
+    def send(*args: Any, **more: Any) -> Any:
+        sent.append(Group.send(group, *args, **more))
+        return sent[-1]
+
     stages = {s: partial(watched, build(table.stages, s, "tensors")) for s in table.holds(group.rank)}
-    Pipeline(table, stages, group, loss).run(*batches("tensors", table.micro_batches))
+    with mock.patch.object(group, "send", send):
+        Pipeline(table, stages, group, loss).run(*batches("tensors", table.micro_batches))
+    assert all(work.is_done for work in sent if work is not None), "a send that fails is heard of"
     assert not any(graphs), "all are gone when the step is over"
-    return most, table.alive[group.rank]
+    return most, table.alive[group.rank], there
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_more_is_alive_than_the_table_states(name: str) -> None:
-    for most, bound in run(graphs_alive, name):
+    for most, bound, values in run(graphs_alive, name):
         assert most == bound
+        assert values <= 2 * bound + 1, "what has come or been sent is let go of"
 
 
 def headers() -> tuple[list[int], list[int]]:
@@ -212,6 +228,34 @@ def falling(rank: int) -> None:
     stage = build(4, group.rank, "tensors")
     module = Falls(stage, 5) if group.rank == rank else stage
     Pipeline(table, {group.rank: module}, group, loss).run(*batches("tensors", 8))
+
+
+def summed() -> list[Tensor | None]:
+    """Of two dtypes, in numbers whose order of addition shows, and one that only rank 2 has."""
+    group = Group.world()
+    params = [nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.float64, torch.float32)]
+    for p in params[: 2 if group.rank < 2 else 3]:
+        p.grad = torch.full_like(p, [1e8, 1.0, -1e8][group.rank])
+    sum_gradients(group, [0, 1, 2], params)
+    return [p.grad for p in params]
+
+
+def test_shared_gradients_are_added_in_the_order_of_ranks() -> None:
+    for grads in run(summed, ranks=3):
+        assert [g.tolist() for g in grads if g is not None] == [[0.0] * 2, [1.0] * 2, [-1e8] * 2]
+
+
+def test_what_is_tied_is_summed_once_over_all_that_have_it() -> None:
+    """In DualPipe, where what is beside the tied weight is on two ranks as well."""
+    specs = [
+        TiedLayerSpec("words", nn.Linear, 3, 3),
+        LayerSpec(nn.Linear, 3, 3),
+        TiedLayerSpec("words", nn.Linear, 3, 3),
+    ]
+    modules = [nn.Linear(3, 3) for _ in specs]
+    found = shared(specs, [{3, 0}, {0, 3}, {2, 1}], 0, modules.__getitem__)
+    tied, first, plain = modules[0].weight, modules[0].bias, modules[1]
+    assert found == [((0, 1, 2, 3), [tied]), ((0, 3), [first, *plain.parameters()])]
 
 
 def test_a_rank_that_shares_no_gradients_with_others_is_told() -> None:

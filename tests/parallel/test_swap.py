@@ -137,6 +137,34 @@ def test_the_state_dict_is_gathered_and_taken_apart(ranks: int) -> None:
     run(states, ranks=ranks)
 
 
+class OneKey(nn.Module):
+    """Two heads of queries share one of keys, which two ranks then have whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(5, 6), nn.Linear(5, 3), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out((self.q(x).unflatten(-1, (-1, 3)) * self.k(x).unsqueeze(-2)).flatten(-2))
+        return out
+
+
+def copies_of_a_key() -> None:
+    torch.manual_seed(0)
+    whole = OneKey()
+    plan = {"q": Columns(units=2), "k": Columns(units=1, copies=2), "out": Rows(units=2)}
+    split = parallelize(copy.deepcopy(whole), plan, Group.world())
+    x = torch.randn(4, 5)
+    for model in (whole, split):
+        model(x).square().sum().backward()
+    for found, expected in zip(split.k.parameters(), whole.k.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_gradients_of_what_several_ranks_have_are_summed() -> None:
+    run(copies_of_a_key)
+
+
 def refusals() -> None:
     group = Group.world()
 

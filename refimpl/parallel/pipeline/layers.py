@@ -36,8 +36,14 @@ class LayerSpec:
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def shape(self) -> nn.Module:
-        """The module without memory, on torch's meta device: to count its parameters."""
-        with torch.device("meta"):
+        """The module without memory, on torch's meta device: to count its parameters.
+
+        With memory if building it takes numbers: `.item()`, `.to(device)`, pretrained weights.
+        """
+        try:
+            with torch.device("meta"):
+                return self.build()
+        except RuntimeError:
             return self.build()
 
 

@@ -70,7 +70,7 @@ class PipelineModule(nn.Module):
         partition: "uniform", "parameters" (trainable ones), "type:PATTERN" (as many layers of such a class in each
         stage), "time" (seconds of each layer, measured on rank 0 with `sample` as the first one's input), or a weight
         for each layer.
-        checkpoint_interval: layers that are computed again together in backward, 0 for none; by `how(function, x)`, a
+        checkpoint_interval: layers that are computed again together in backward, 0 for none; by `how(function, *x)`, a
         `Checkpoint` by default, if one of them has parameters, or if all are of the classes named in `checkpointable`.
         dynamic: see `Pipeline`. base_seed: layer i is built with the seed base_seed + i on whatever rank; if it is None
         from the random state as it is.
@@ -79,7 +79,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         if checkpoint_interval < 0:
             raise ValueError(f"checkpoint interval {checkpoint_interval}: it must not be negative; 0 is none")
-        self.group, self.loss = group, loss
+        self.group = group
         self.specs: list[Layer] = list(layers)
         self.name, self.chunks, self.dynamic = schedule, chunks, dynamic
         self.axes, self.names, self.part = axes or Axes.of_pipeline(group), dict(names or {}), part
@@ -93,9 +93,14 @@ class PipelineModule(nn.Module):
         for stage in self.stages:
             for i in range(*self.bounds[stage : stage + 2]):
                 self._run[i] = self._build(i)
+        if self.last_stage in self.stages:
+            self.loss = loss
+        else:
+            vars(self)["loss"] = loss  # known, but what it trains is the last stage's
         owners = [s for s in range(table.stages) for _ in range(*self.bounds[s : s + 2])]
+        losses, owners = ([loss], [*owners, self.last_stage]) if isinstance(loss, nn.Module) else ([], owners)
         holders = [{path[s] for path in table.paths} for s in owners]
-        self.shared = shared(self.specs, holders, group.rank, self._module)
+        self.shared = shared([*self.specs, *losses], holders, group.rank, self._module)
         for ranks, params in self.shared:
             copy_weights(group, ranks, params)
         # Copies that an earlier rank counts where the whole model's parameters or gradients are counted.
@@ -105,6 +110,12 @@ class PipelineModule(nn.Module):
         here = self._run
         self.specs = [type(x) if isinstance(x, nn.Module) and i not in here else x for i, x in enumerate(self.specs)]
         self.pipelines: dict[int, Pipeline] = {}
+
+    def train(self, mode: bool = True) -> "PipelineModule":
+        """Also a loss that trains on another rank: a `WithRouting` goes by it."""
+        if isinstance(self.loss, nn.Module):
+            self.loss.train(mode)
+        return super().train(mode)
 
     def forward_backward(self, inputs: Sequence[Any], targets: Sequence[Any], scale: float | None = None) -> Tensor:
         """One step's micro-batches: gradients are added to `.grad`, those of shared weights summed over their ranks.
@@ -155,7 +166,8 @@ class PipelineModule(nn.Module):
         for begin in range(first, last, every):
             layers = [self._run[i] for i in range(begin, min(begin + every, last))]
             if self.checkpoint_interval and self._is_checkpointable(begin, begin + len(layers)):
-                x = self.how(partial(chain, layers), x)
+                call, args = spread(layers, x)
+                x = self.how(call, *args)
             else:
                 x = chain(layers, x)
         return x
@@ -198,7 +210,8 @@ class PipelineModule(nn.Module):
         if method == "uniform":
             return partition.uniform(len(names), stages)
         if method == "parameters":
-            weights = [partition.parameters(x.shape() if isinstance(x, LayerSpec) else x) for x in self.specs]
+            with aside(self.group.device):
+                weights = [partition.parameters(x.shape() if isinstance(x, LayerSpec) else x) for x in self.specs]
         elif method == "time":
             weights = self._measured(sample)
         elif isinstance(method, str) and method.lower().startswith("type:"):
@@ -265,3 +278,12 @@ def chain(layers: Sequence[Callable[[Any], Any]], x: Any) -> Any:
     for layer in layers:
         x = layer(x)
     return x
+
+
+def spread(layers: Sequence[Callable[[Any], Any]], x: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function and its arguments, for `chain(layers, x)`: a tuple's elements are arguments of their own, as in
+    DeepSpeed. torch's reentrant checkpoint returns no gradient to a tensor inside a tuple, and says nothing.
+    """
+    if type(x) is tuple:
+        return lambda *xs: chain(layers, xs), x
+    return partial(chain, layers), (x,)
