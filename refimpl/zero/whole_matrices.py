@@ -51,5 +51,4 @@ class WholeMatrices:
         for s in here:
             assert s.whole is not None
             step = made(bucket.piece(full, s.whole))
-            mine = bucket.cut(step, s.whole, s.end - s.start)
-            update_of[id(s.param)] = torch.empty_like(mine, device=s.param.device).copy_(mine)
+            update_of[id(s.param)] = bucket.cut(step, s.whole, s.end - s.start).to(s.param.device, copy=True)
