@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl.engine.dataloader import make_dataloader
@@ -193,6 +194,11 @@ class Asked(TrainingState):
     def is_compiled(self) -> bool:
         """Whether `compile` was called, of the engine or of its model."""
         return self.module._compiled_call_impl is not None
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        """The optimizer inside DeepSpeed's own; here `optimizer` is that one."""
+        return self.optimizer
 
     def optimizer_name(self) -> str | None:
         """The name in the configuration, DeepSpeed's own in lower case as there; without one the optimizer's class."""

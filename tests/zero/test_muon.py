@@ -108,7 +108,7 @@ def by_json(stage: int, path: Path, goes_on: bool, section: dict[str, Any]) -> d
     torch.manual_seed(0)
     zero = section | {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 700}
     engine = refimpl.initialize(model=Net(), config=CONFIG | {"zero_optimization": zero})[0]
-    kinds = {g["use_muon"]: g["lr"] for g in engine.optimizer.param_groups}
+    kinds = {g["use_muon"]: g["lr"] for g in engine.basic_optimizer.param_groups}
     assert kinds == {True: 1e-2, False: 1e-3}
     assert not engine.module.embed.weight.use_muon
     if goes_on:
