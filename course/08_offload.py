@@ -439,7 +439,8 @@ show.source(OffloadedUpdate.update_parts, OffloadedUpdate.round)
 # %% [markdown]
 # `hand_out` gives the part's elements their gradient, `step_inside` runs the user's own torch optimizer on them: AdamW
 # treats every element by itself, so a model updated in parts gets the same bits. An optimizer that looks at a whole
-# parameter (LAMB's trust ratio, Muon's orthogonalised matrix) cannot be cut like that, and is refused.
+# parameter (LAMB's trust ratio, Muon's orthogonalised matrix) cannot be cut like that: all its parts are updated at once
+# in the host's memory ([offloaded_whole.py](../refimpl/zero/offloaded_whole.py)), and with a disk it is refused.
 #
 # And what does offload add to a *stage*? These are all the lines of the four stages, and of what they have in common,
 # that know of it, docstrings aside:

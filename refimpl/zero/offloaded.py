@@ -16,6 +16,7 @@ DeepSpeed: deepspeed/runtime/zero/stage3.py, `_optimizer_step` over sub-groups.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,10 +59,11 @@ class OffloadedUpdate(Brought):
         if any(bucket.dtype == torch.float64 for bucket in owned) and self.slices.optimizer is not None:
             raise TypeError("fp64 parameters: offloaded masters are fp32; leave optimizer_home (offload_optimizer) out")
         self.owned |= owned
-        most = self.most
         if self.resting is None and (home := self.config.gradient_home) is not None:
-            self.resting = RestingOnDisk(home, self.gone, most) if isinstance(home, Disk) else Resting(home, self.gone)
-        self.together(lambda: self._deal_out(owned, most), NO_PLACE)
+            self.resting = (
+                RestingOnDisk(home, self.gone, self.most) if isinstance(home, Disk) else Resting(home, self.gone)
+            )
+        self.together(lambda: self._deal_out(owned), NO_PLACE)
 
     @property
     def most(self) -> int:
@@ -76,17 +78,17 @@ class OffloadedUpdate(Brought):
                 "updated part by part; leave optimizer_home (offload_optimizer) out"
             )
 
-    def _deal_out(self, owned: dict[Bucket, Tensor], most: int) -> None:
+    def _deal_out(self, owned: dict[Bucket, Tensor]) -> None:
         gone = self._offloaded(owned)
         for bucket, mine in owned.items():  # in order: a saved state goes by it, whatever rests where
             if bucket in gone:
-                self._send_away(bucket, mine, most)
+                self._send_away(bucket, mine)
             else:
                 super().add({bucket: mine})
 
-    def _send_away(self, bucket: Bucket, mine: Tensor, most: int) -> None:
+    def _send_away(self, bucket: Bucket, mine: Tensor) -> None:
         """The master of what is owned of a bucket, in parts of `most` elements, to its home."""
-        optimizer = self.slices.optimizer
+        optimizer, most = self.slices.optimizer, self.most
         assert optimizer is not None
         master = self.home.place(master_of(bucket, bucket.now() if mine is bucket.mine else mine))
         self.slices.add({bucket: master}, most)
@@ -139,15 +141,21 @@ class OffloadedUpdate(Brought):
         self.slices.keep_settings()
 
     def _rewrite_parts(self, write: Callable[[Any], object], settings: Given) -> None:
+        with self.all_or_torn():
+            for bucket in [b for b in self.masters if b not in self.gone]:
+                self.adopt(bucket)
+                self.slices.do_inside(bucket, 0, self.slices.length[bucket], settings, write)
+                self.publish(bucket)
+            for part in self.home.rounds(self.parts):
+                self.follow(part)
+                self.slices.do_inside(part.bucket, part.start, part.end, settings, write)
+                self.round(part)
+
+    @contextmanager
+    def all_or_torn(self) -> Iterator[None]:
+        """Unless all inside is done, and is where it rests, what is here is of no one step."""
         self.torn = OffloadError(HALF)
-        for bucket in [b for b in self.masters if b not in self.gone]:
-            self.adopt(bucket)
-            self.slices.do_inside(bucket, 0, self.slices.length[bucket], settings, write)
-            self.publish(bucket)
-        for part in self.home.rounds(self.parts):
-            self.follow(part)
-            self.slices.do_inside(part.bucket, part.start, part.end, settings, write)
-            self.round(part)
+        yield
         if self.config.parameter_home is not None:
             self.config.parameter_home.arrived()
         self.torn = None
@@ -196,19 +204,16 @@ class OffloadedUpdate(Brought):
     @torch.no_grad()
     def update_parts(self, handed: dict[Bucket, Handed], settings: Given) -> None:
         """Each part in turn: its gradient, the optimizer's step with these settings of its groups, the weights."""
-        self.torn = OffloadError(HALF)
         parts = [part for part in self.parts if part.bucket in handed]
-        for part in self._rounds(parts):
-            self.follow(part)
-            grad, factor, left_alone = handed[part.bucket]
-            mine = grad[part.start : part.end] if part.gradient is None else part.gradient
-            self.slices.hand_out(part.bucket, mine, factor, left_alone, part.start, part.end)
-            self.slices.step_inside(part.bucket, part.start, part.end, settings)
-            self.slices.release_gradients(part.bucket)
-            self.round(part)
-        if self.config.parameter_home is not None:
-            self.config.parameter_home.arrived()
-        self.torn = None
+        with self.all_or_torn():
+            for part in self._rounds(parts):
+                self.follow(part)
+                grad, factor, left_alone = handed[part.bucket]
+                mine = grad[part.start : part.end] if part.gradient is None else part.gradient
+                self.slices.hand_out(part.bucket, mine, factor, left_alone, part.start, part.end)
+                self.slices.step_inside(part.bucket, part.start, part.end, settings)
+                self.slices.release_gradients(part.bucket)
+                self.round(part)
 
     def _rounds(self, parts: list[Part], back: bool = True) -> Iterator[Part]:
         """As the home's, of each part with its gradient, if that rests on the disk too."""

@@ -8,15 +8,15 @@ DeepSpeed brings Muon's gradients and momenta together on the host or the device
 stage_1_and_2.py, `_apply_muon_updates_cpu_offload`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk
 from refimpl.zero.kind import Kind
-from refimpl.zero.offloaded import HALF, OffloadedUpdate
+from refimpl.zero.offloaded import OffloadedUpdate
 from refimpl.zero.update import Update
 
 
@@ -26,7 +26,7 @@ class OffloadedWhole(OffloadedUpdate):
     @property
     def most(self) -> int:
         """All of a bucket is one part: a cut would go through a parameter."""
-        return max(bucket.padded for bucket in self.owned)
+        return sys.maxsize
 
     def refuse(self, kind: Kind) -> None:
         """TypeError for a disk, and for an update beside forward and backward, which send too."""
@@ -47,9 +47,7 @@ class OffloadedWhole(OffloadedUpdate):
         for bucket, (grad, factor, left_alone) in self.handed.items():
             self.slices.hand_out(bucket, grad, factor, left_alone, 0, grad.numel())
         Update.apply(self)
-        self.torn = OffloadError(HALF)
-        for part in parts:
-            self.round(part)
-        if self.config.parameter_home is not None:
-            self.config.parameter_home.arrived()
-        self.handed, self.torn = {}, None
+        with self.all_or_torn():
+            for part in parts:
+                self.round(part)
+        self.handed = {}
