@@ -20,6 +20,7 @@ _COMM = f"{REFIMPL}comm/", f"{TORCH}distributed/"
 _LAUNCHER = f"{REFIMPL}ranks/", f"{REFIMPL}grading/", "<string>"
 _STDLIB, _SITE = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the one may lie in the other
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')  # ???: between two lines, as where a loop turns
+_NEXT = re.compile(r"(?<=[^\n]\n)(?=(?:Current thread|Thread) 0x)")  # within a dump a blank line parts two threads
 
 
 class Frame(NamedTuple):
@@ -42,9 +43,12 @@ def in_stdlib(file: str) -> bool:
 
 
 def parse(dump: str) -> list[list[Frame]]:
-    """The threads of one faulthandler dump, the main thread last; the frames of each, innermost first."""
+    """The threads of a faulthandler dump, the main thread last; the frames of each, innermost first.
+
+    Of two dumps the first: a signal ends C code that sleeps, and the rank's thread then answers as well, from later on.
+    """
     threads: list[list[Frame]] = []
-    for line in dump.splitlines():
+    for line in _NEXT.split(dump)[0].splitlines():
         if "thread 0x" in line.lower():
             threads.append([])
         elif threads and (match := _FRAME.match(line)):

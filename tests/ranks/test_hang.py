@@ -84,6 +84,13 @@ def test_a_rank_still_in_the_launcher_has_no_line():
     assert hang.where(dump(f"{DIST}:9 init_process_group", f"{RANK}:4 run")) == "waits in init_process_group"
 
 
+def test_of_two_dumps_the_first_tells():
+    """Seen of C code that slept with Python's lock: the signal woke it, and the rank's thread answered behind."""
+    thread = dump(f"{RANK}:3 _die_with_caller").replace("Current thread", "Thread")
+    asleep, woken = (f"{thread}\n{dump(*frames, '<string>:1 <module>')}" for frames in (["train.py:12 step"], []))
+    assert hang.where(asleep + woken) == hang.where(asleep) == "computes at train.py:12"
+
+
 def test_half_a_dump_is_not_complete():
     whole = dump(f"{DIST}:9 barrier", "train.py:12 <module>", f"{RANK}:4 run", "<string>:1 <module>")
     assert not hang.is_complete("")
