@@ -427,6 +427,65 @@ def test_copies_of_a_tied_weight_stay_equal(ranks: int, schedule: str, shared: l
     assert results[0][2][-1] < results[0][2][0]
 
 
+class Words(nn.Embedding):
+    """An embedding whose head adds a bias, and a scale that both use."""
+
+    def __init__(self) -> None:
+        super().__init__(11, 4)
+        self.bias, self.scale = nn.Parameter(torch.randn(11)), nn.Parameter(torch.randn(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+class Head(Words):
+    """Another class, which calls the tied weight otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = self._parameters.pop("weight")
+
+    @property
+    def weight(self) -> Any:
+        return self.matrix
+
+
+def biased_step(same: bool) -> tuple[dict[str, Tensor], Grads]:
+    """Weights and gradients of this rank's; one class at both ends, or two."""
+    torch.manual_seed(Group.world().rank)
+    ends = [TiedLayerSpec("words", Words), TiedLayerSpec("words", Words, forward_fn=biased)]
+    if not same:
+        ends[1] = TiedLayerSpec("words", Head, forward_fn=biased, tied_weight_attr="matrix")
+    layers = [ends[0], LayerSpec(nn.Linear, 4, 4), ends[1]]
+    module = PipelineModule(layers, Group.world(), gpt_loss, partition="uniform")
+    ids = torch.arange(12).view(2, 2, 3) % 11
+    module.forward_backward(list(ids), list(ids))
+    return {n: p.detach() for n, p in module.named_parameters()}, grads_of(module)
+
+
+def biased(module: Any, x: Tensor) -> Tensor:
+    return F.linear(x * module.scale, module.weight, module.bias)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_stands_beside_a_tied_weight_is_one_parameter_too(ranks: int, same: bool) -> None:
+    """Lost otherwise: each stage trained its own, and a checkpoint, which knows one name, kept the first's."""
+    results = run(biased_step, same, ranks=ranks)
+    (first, grads), (last, its_grads) = results[0], results[-1]
+    weights = {name: p for params, _ in results for name, p in params.items()}
+    words, middle = Words(), nn.Linear(4, 4)
+    words.load_state_dict({n: first[f"tied_modules.words.{n}"] for n in ("weight", "bias", "scale")})
+    middle.load_state_dict({n: weights[f"1.{n}"] for n in ("weight", "bias")})
+    for ids in torch.arange(12).view(2, 2, 3) % 11:
+        (gpt_loss(biased(words, middle(words(ids))), ids) / 2).backward()
+    for name, p in words.named_parameters():
+        there = f"tied_modules.words.{name if same or name != 'weight' else 'matrix'}"
+        assert torch.equal(last[there], p)
+        torch.testing.assert_close(grads[f"tied_modules.words.{name}"], p.grad)
+        assert torch.equal(its_grads[there], grads[f"tied_modules.words.{name}"])
+
+
 def crossed_specs() -> list[Any]:
     """Two weights of one shape, tied over the same two ranks, which meet them in opposite orders."""
     one, two = (TiedLayerSpec(key, nn.Linear, 3, 3, bias=False) for key in ("one", "two"))

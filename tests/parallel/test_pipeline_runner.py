@@ -21,7 +21,7 @@ from refimpl.parallel.pipeline.runner import Pipeline
 from refimpl.parallel.pipeline.schedules.named import NAMES, schedule
 from refimpl.parallel.pipeline.schedules.table import Table
 from refimpl.parallel.pipeline.shared import sum_gradients
-from refimpl.parallel.pipeline.ties import shared
+from refimpl.parallel.pipeline.ties import beside, shared
 
 Found = tuple[dict[int, dict[str, Tensor | None]], Tensor, int]
 
@@ -253,9 +253,16 @@ def test_what_is_tied_is_summed_once_over_all_that_have_it() -> None:
         TiedLayerSpec("words", nn.Linear, 3, 3),
     ]
     modules = [nn.Linear(3, 3) for _ in specs]
-    found = shared(specs, [{3, 0}, {0, 3}, {2, 1}], 0, modules.__getitem__)
-    tied, first, plain = modules[0].weight, modules[0].bias, modules[1]
-    assert found == [((0, 1, 2, 3), [tied]), ((0, 3), [first, *plain.parameters()])]
+    told = [beside(specs, nn.ModuleDict({"words": modules[0]}))] * 4
+    found = shared(specs, [{3, 0}, {0, 3}, {2, 1}], 0, modules.__getitem__, told)
+    assert found == [((0, 1, 2, 3), [modules[0].weight, modules[0].bias]), ((0, 3), [*modules[1].parameters()])]
+
+
+def test_of_a_name_that_two_stages_have_with_two_shapes_is_told() -> None:
+    specs = [TiedLayerSpec("words", nn.Linear, 3, 3), TiedLayerSpec("words", nn.Linear, 3, 4)]
+    told = [beside(specs, nn.ModuleDict({"words": spec.build()})) for spec in specs]
+    with pytest.raises(ValueError, match=r"^TiedLayerSpec 'words': bias is \[3\] on rank 0 and \[4\] on rank 1; "):
+        shared(specs, [{0}, {1}], 0, [spec.build() for spec in specs].__getitem__, told)
 
 
 def test_a_rank_that_shares_no_gradients_with_others_is_told() -> None:

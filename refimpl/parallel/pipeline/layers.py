@@ -61,7 +61,8 @@ class TiedLayerSpec(LayerSpec):
     ) -> None:
         """forward_fn(module, x): what this place does with it; its own forward if None.
 
-        tied_weight_attr: the parameters that are the same in every stage, such as "weight" or "inner.weight".
+        tied_weight_attr: what is one parameter in all stages even where their classes call it otherwise, "weight" here
+        and "inner.weight" there. What has one name in several stages is one parameter anyway: see `ties.py`.
         """
         super().__init__(typename, *module_args, **module_kwargs)
         self.key, self.forward_fn = key, forward_fn

@@ -7,9 +7,9 @@
 So the ranks' state dictionaries together are that of the nn.Sequential of all layers.
 
 Tied weights: each rank that uses a weight has a copy, equal at the start; after the last micro-batch the copies'
-gradients are summed (`shared.py`), and so equal optimizers keep them equal. They are those of a TiedLayerSpec's key,
-and, in modules that are already built, every parameter that is the same object in several stages. Where one rank holds
-both places, as in ZB-V, whose first rank has the first and the last stage, there is nothing to sum.
+gradients are summed (`shared.py`), and so equal optimizers keep them equal. They are those of a TiedLayerSpec's key
+(`ties.py`), and, in modules that are already built, every parameter that is the same object in several stages. Where
+one rank holds both places, as in ZB-V, whose first rank has the first and the last stage, there is nothing to sum.
 A loss that is a `WithRouting`: each stage adds the balance of its own mixtures of experts, micro-batch by micro-batch,
 whatever the schedule; nothing of it travels.
 With `checkpoint_interval` n every n layers are computed again in backward (`refimpl.activation`).
@@ -36,7 +36,7 @@ from refimpl.parallel.pipeline.runner import Loss, Pipeline
 from refimpl.parallel.pipeline.schedules.named import schedule
 from refimpl.parallel.pipeline.schedules.table import Table
 from refimpl.parallel.pipeline.shared import copy_weights, sum_gradients
-from refimpl.parallel.pipeline.ties import shared
+from refimpl.parallel.pipeline.ties import beside, shared
 from refimpl.parallel.pipeline.wire import writable
 
 
@@ -100,7 +100,8 @@ class PipelineModule(nn.Module):
         owners = [s for s in range(table.stages) for _ in range(*self.bounds[s : s + 2])]
         losses, owners = ([loss], [*owners, self.last_stage]) if isinstance(loss, nn.Module) else ([], owners)
         holders = [{path[s] for path in table.paths} for s in owners]
-        self.shared = shared([*self.specs, *losses], holders, group.rank, self._module)
+        told = group.all_gather_object(beside(self.specs, self.tied_modules))
+        self.shared = shared([*self.specs, *losses], holders, group.rank, self._module, told)
         for ranks, params in self.shared:
             copy_weights(group, ranks, params)
         # Copies that an earlier rank counts where the whole model's parameters or gradients are counted.
