@@ -1,8 +1,10 @@
 """What a comparison says: the mistake by its name, the place, both values."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from refimpl.grading.compare import Wrong, as_made, by_users, close, equal, first_divergence, rounded_once
 from refimpl.grading.traffic import side_by_side
@@ -20,9 +22,13 @@ RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
         (RIGHT / 0, "NaN or Inf"),
         (RIGHT.flip(0), "the order is reversed"),
         (RIGHT + 1, "y is wrong"),
+        (None, "y is None: is there a `return`?"),
+        ([1.0], "y is a list: a tensor is expected"),
+        (RIGHT[:3], r"y has shape (3,), expected (4,)"),
+        (RIGHT.double(), "y has dtype torch.float64, expected torch.float32"),
     ],
 )
-def test_a_known_mistake_is_named(found: Tensor, name: str) -> None:
+def test_a_known_mistake_is_named(found: Any, name: str) -> None:
     with pytest.raises(Wrong) as wrong:
         equal(found, RIGHT, "y", ranks=4, known={"the order is reversed": RIGHT.flip(0)})
     assert name in wrong.value.headline
@@ -31,6 +37,8 @@ def test_a_known_mistake_is_named(found: Tensor, name: str) -> None:
 def test_what_differs_by_rounding_is_equal() -> None:
     equal(RIGHT * (1 + 1e-7), RIGHT, "y")
     equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]), "y")
+    with pytest.raises(Wrong, match="y is wrong"):  # no fault of the NaN, which is expected
+        equal(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 2.0]), "y")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -42,6 +50,10 @@ def test_one_rounding_is_told_from_two(dtype: torch.dtype) -> None:
         Wrong, match=r"y is rounded more than once, [12]\.\d times half of the last place: round at the"
     ):
         rounded_once((exact.to(dtype) * 3 / 3).to(dtype), exact, "y", "round at the end")
+    rounded_once(torch.tensor([torch.inf], dtype=dtype), torch.tensor([torch.inf], dtype=torch.float64), "y", "")
+    last_place = torch.finfo(dtype).eps
+    with pytest.raises(Wrong, match=r"more than once, 1\.[23] times half"):
+        rounded_once(torch.ones(1, dtype=dtype), torch.tensor([1 + 0.625 * last_place], dtype=torch.float64), "y", "")
 
 
 def test_an_optimizer_is_the_one_that_was_asked_for() -> None:
@@ -78,6 +90,19 @@ def test_values_are_shown_around_the_first_difference() -> None:
         "first difference at element 57 of 100, 1 differ",
         "  expected [... 56, 57, 58, 59, 60, 61 ...]",
         "  found    [... 56, -1, 58, 59, 60, 61 ...]",
+    )
+
+
+def test_at_the_end_the_last_six_values_are_shown() -> None:
+    found, expected = torch.arange(10.0), torch.arange(10.0)
+    found[9] = -1
+    found[0] = expected[0] = torch.nan  # as expected: no difference
+    with pytest.raises(Wrong) as wrong:
+        equal(found, expected, "y")
+    assert wrong.value.details == (
+        "first difference at element 9 of 10, 1 differ",
+        "  expected [... 4, 5, 6, 7, 8, 9]",
+        "  found    [... 4, 5, 6, 7, 8, -1]",
     )
 
 
