@@ -24,7 +24,7 @@ from refimpl.activation.checkpoint import Checkpoint, Run
 from refimpl.activation.home import Home, Host, Partitioned
 from refimpl.activation.state import Tracker
 from refimpl.comm.group import Group
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.keys import ConfigWarning
 from refimpl.engine.sections import ActivationCheckpointing
 
 PATH = "activation_checkpointing"
@@ -35,29 +35,34 @@ def checkpointer(
 ) -> Checkpoint:
     """What the section asks for. `neighbours`: the ranks that compute the same activations as this one.
 
-    ConfigError for an arena without a size; a warning on rank 0 when there are no neighbours to share with.
+    A warning on rank 0 for an arena without a size, as many files ask for one, and when there are no neighbours to
+    share with.
     """
     home: Home | None = Host() if section.cpu_checkpointing else None
-    if section.contiguous_memory_optimization:
-        if section.number_checkpoints is None:
-            raise ConfigError(
-                f"{PATH}.contiguous_memory_optimization = True: needs {PATH}.number_checkpoints, the number of layers "
-                "that are checkpointed in one forward"
-            )
+    if section.contiguous_memory_optimization and section.number_checkpoints is not None:
         home = Contiguous(section.number_checkpoints, torch.device("cpu") if section.cpu_checkpointing else None)
+    elif section.contiguous_memory_optimization and rank == 0:
+        no_effect(
+            "contiguous_memory_optimization",
+            f"needs {PATH}.number_checkpoints, the number of layers that are checkpointed in one forward",
+        )
     if section.partition_activations:
         if neighbours.size == 1 and rank == 0:
-            warnings.warn(
-                f"{PATH}.partition_activations = True: no other rank computes the same activations (there is no model "
-                "parallelism), so there is nobody to share them with; the key has no effect",
-                ConfigWarning,
-                stacklevel=2,
+            no_effect(
+                "partition_activations",
+                "no other rank computes the same activations (there is no model parallelism), so there is nobody to "
+                "share them with",
             )
         home = Partitioned(neighbours, then=home)
     if not (section.synchronize_checkpoint_boundary or section.profile):
         return Checkpoint(home, trackers=trackers)
     around = partial(boundary, waits=section.synchronize_checkpoint_boundary, tells=section.profile and rank == 0)
     return Checkpoint(home, trackers=trackers, around=around)
+
+
+def no_effect(key: str, reason: str) -> None:
+    """A warning that this key of the section is accepted, and why it changes nothing."""
+    warnings.warn(f"{PATH}.{key} = True: {reason}; the key has no effect", ConfigWarning, stacklevel=3)
 
 
 @contextmanager

@@ -60,8 +60,12 @@ class ModuleState(TrainingState):
 
     save_fp16_model = save_16bit_model  # its older name
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The whole weights in the training dtype on rank 0, None elsewhere: what Hugging Face's libraries save."""
-        return weights.whole_weights(self, exclude_frozen_parameters)
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The whole weights in the training dtype on rank 0, nothing elsewhere: what Hugging Face's libraries save.
+
+        Elsewhere DeepSpeed gives None. `save_pretrained(state_dict=accelerator.get_state_dict(model))`, which
+        accelerate's examples call on every rank, takes None for "not given" and asks for one more, a collective here.
+        """
+        return weights.whole_weights(self, exclude_frozen_parameters) or {}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # so called with tensor parallelism

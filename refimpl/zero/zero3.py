@@ -137,7 +137,10 @@ class Zero3(Stage):
         self.plus.forget()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit."""
+        """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit.
+
+        Each tensor has memory of its own: accelerate takes weights that share some for tied, and saves one of them.
+        """
         self.catch_up()
         self.update.refuse_torn()
         self.parked.refuse("lp_params")
@@ -150,7 +153,8 @@ class Zero3(Stage):
             return None
         with self.state_dicts.pause():  # nothing may be gathered by this rank alone
             state = self.model.state_dict(keep_vars=True)
-        return {name: copies[t] if t in copies else t.detach().cpu() for name, t in state.items()}
+        copies |= {t: t.detach().to("cpu", copy=True) for t in state.values() if t not in copies}
+        return {name: copies[t] for name, t in state.items()}
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {

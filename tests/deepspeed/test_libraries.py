@@ -147,6 +147,12 @@ def test_states_are_sent_to_the_host_where_they_are(stage: int) -> None:
     assert engine._consolidated_16bit_state_dict().keys() == engine.module.state_dict().keys()
 
 
+def test_whole_weights_of_stage_3_share_no_memory() -> None:
+    """accelerate's `save_model` takes weights that share some for tied, and writes one of them."""
+    whole = engine_of(zero_optimization={"stage": 3})._zero3_consolidated_16bit_state_dict()
+    assert len({w.untyped_storage().data_ptr() for w in whole.values()}) == len(whole) > 1
+
+
 def test_whether_optimizer_states_are_at_the_host() -> None:
     assert not engine_of().zero_cpu_offload()
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
