@@ -57,9 +57,11 @@ def test_going_on_in_low_precision(stage: int, section: str, tmp_path: Path) -> 
     worlds.run(stop_and_go_on, settings(stage, **{section: {"enabled": True}}), tmp_path, ranks=2)
 
 
-def test_going_on_with_state_that_is_cut_by_parameters(tmp_path: Path) -> None:
-    optimizer = {"type": "Lamb", "params": {"lr": 0.01}}
-    worlds.run(stop_and_go_on, settings(1, optimizer=optimizer), tmp_path, ranks=3)
+@pytest.mark.parametrize(("stage", "name"), [(0, "Lamb"), (0, "Muon"), (1, "Lamb")])
+def test_going_on_with_state_that_is_cut_by_parameters(stage: int, name: str, tmp_path: Path) -> None:
+    """In stage 0 each has its parameter's shape: that of a number is the shape of its count of steps, too."""
+    optimizer = {"type": name, "params": {"lr": 0.01}}
+    worlds.run(stop_and_go_on, settings(stage, optimizer=optimizer), tmp_path, ranks=3)
 
 
 class Sharing(optim.Optimizer):
