@@ -28,7 +28,8 @@ class Net(nn.Module):
         self.scale, self.nothing = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(self.out(self.norm(self.into(x)).tanh()) * self.scale + self.nothing.sum()).float().square().mean()
+        x = self.out(self.norm(self.into(x)).tanh()) * self.scale + self.nothing.sum()
+        return self.frozen(x).float().square().mean()
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
