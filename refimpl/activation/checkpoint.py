@@ -179,22 +179,28 @@ class Inputs:
     def __init__(self, tensors: list[Tensor], home: Home | None) -> None:
         self.home = home
         self.wants_grad = [t.requires_grad for t in tensors]
-        self.sent: dict[int, Any] = {}
+        self.sent: dict[int, tuple[Any, list[int]]] = {}  # and the order of its dimensions in memory
         for place, tensor in enumerate(tensors):
             if home is not None and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
-                packed = home.put(tensor.detach(), place)
+                order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+                packed = home.put(tensor.detach().permute(order), place)
                 if packed is not None:
-                    self.sent[place] = packed
+                    self.sent[place] = packed, order
         stay = [t for place, t in enumerate(tensors) if place not in self.sent]
         # The empty result, not its node: before torch 2.13 a node of Python's is freed with what it has made.
         self.saver = Saver.apply(torch.empty(0, requires_grad=True), *stay) if stay else None  # type: ignore[no-untyped-call]
 
     def get(self) -> list[Tensor]:
-        """The same tensors, each the beginning of a graph of its own."""
+        """The same tensors, laid out as they were, each the beginning of a graph of its own."""
         stay = iter(self.saver.grad_fn.saved_tensors if self.saver is not None else ())
-        places = range(len(self.wants_grad))
-        tensors = [self.home.get(self.sent[i]) if self.home and i in self.sent else next(stay) for i in places]
+        tensors = [self.back(i) if i in self.sent else next(stay) for i in range(len(self.wants_grad))]
         return [t.detach().requires_grad_(w) for t, w in zip(tensors, self.wants_grad, strict=True)]
+
+    def back(self, place: int) -> Tensor:
+        """What was sent home, as the first run had it: that may have been a `view` that only its strides allow."""
+        assert self.home is not None
+        packed, order = self.sent[place]
+        return self.home.get(packed).permute([order.index(i) for i in range(len(order))])
 
 
 class Saver(torch.autograd.Function):

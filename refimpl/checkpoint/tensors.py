@@ -79,7 +79,7 @@ class Writer:
     def put(self, tensor: Tensor) -> None:
         """The next elements."""
         for piece in torch.split(tensor.detach().reshape(-1), PIECE):
-            self._write(bytes_of(piece.cpu().contiguous()))
+            self._write(bytes_of(piece.cpu().contiguous().resolve_conj().resolve_neg()))
             self.left -= piece.numel() * piece.element_size()
 
     def _write(self, data: bytes | memoryview) -> None:

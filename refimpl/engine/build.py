@@ -20,7 +20,7 @@ from refimpl.comm.group import Group
 from refimpl.engine.config import load_config
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
-from refimpl.engine.experts import ExpertRanks, deal_out, refuse_unlike, same_experts
+from refimpl.engine.experts import ExpertRanks, deal_out, refuse_stacks, refuse_unlike, same_experts
 from refimpl.engine.homes import told, with_homes
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.layout import check_agreed, check_layout, check_whole
@@ -153,6 +153,7 @@ def make_stage(
         zero = replace(zero, communication_data_type=settings.seq_parallel_communication_data_type)
     zero = with_plus(with_homes(zero, settings, axes.replicas.device, axes.world), settings)
     experts = same_experts(model, ranks)
+    refuse_stacks(model, optimizer)
     if ranks.made and axes.across.size > 1:
         raise ConfigError("zero_optimization.mics_shard_size: experts are not replicated over nodes; leave it out")
     axes = ranks.widest

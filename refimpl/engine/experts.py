@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
+from torch.optim import Optimizer
 
 from refimpl.checkpoint.place import Portion
 from refimpl.comm.axes import Axes, expert_groups
 from refimpl.comm.group import Group
 from refimpl.engine.keys import ConfigError
 from refimpl.model.moe import layers
+from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.parallel.expert.auto import autoep, expert_portions
 from refimpl.parallel.expert.marks import is_expert, name_of, ranks_of
 from refimpl.parallel.expert.swap import mark_again, sharing
@@ -99,6 +101,25 @@ def name_apart(model: nn.Module, ranks: ExpertRanks) -> None:
         elsewhere = {name for rank, names in enumerate(said) if rank != sharing_them.rank for name in names}
         for name, p in mine.items():
             setattr(p, SAME_NAME, name in elsewhere and p not in sliced)
+
+
+def refuse_stacks(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """ConfigError for a stack of experts of which each rank has some, where the optimizer asks about all of it.
+
+    To Muon a stack of matrices is many.
+    """
+    if optimizer is None or not (getattr(optimizer, "layerwise", False) or isinstance(optimizer, OneBitLamb)):
+        return
+    parts, names = expert_portions(model), {p: name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        muon = group.get("use_muon")  # None: of another optimizer
+        for p in group["params"]:
+            if p in parts and (muon is None or (muon and p.ndim < 3)):
+                raise ConfigError(
+                    f"optimizer.type {type(optimizer).__name__}: {names[p]} is a stack of experts, to it one layer, "
+                    "of which each rank has a part: set expert_parallel.autoep_size to 1, or "
+                    f"{'mark it, parameter.use_muon = False' if muon else 'take AdamW'}"
+                )
 
 
 def expert_parts(

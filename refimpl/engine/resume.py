@@ -29,8 +29,8 @@ from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.engine import weights
 from refimpl.engine.checkpoint import wait
-from refimpl.engine.contents import identity, schedule
-from refimpl.engine.small_states import Wanted, own_rank, small_states
+from refimpl.engine.contents import identity, param_groups, schedule
+from refimpl.engine.small_states import Wanted, own_rank, saved_groups, small_states
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import portions_by_name
 from refimpl.offload.homes import Host
@@ -98,6 +98,8 @@ def check(engine: TrainingState, folder: Folder, wanted: Wanted, known: set[str]
         check_kinds(engine, folder, wanted)
         own = own_rank(engine, folder)
         folder.check(dict.fromkeys([own, *range(engine.axes.world.rank, folder.ranks, engine.axes.world.size)]))
+        if not wanted.weights_alone:
+            check_muon(engine, folder)
         client_state: dict[str, Any] = folder.value(own, "client_state")
         weights.check_fits(engine, folder, wanted.strict and wanted.custom is None, known)
     if wanted.custom is not None and engine.axes.model.size > 1:
@@ -123,6 +125,22 @@ def check_kinds(engine: TrainingState, folder: Folder, wanted: Wanted) -> None:
             f"{folder.path}: its schedule is {about['scheduler']}, here {schedule(engine)}; use the same, or keep the "
             "one here with load_lr_scheduler_states=False"
         )
+
+
+def check_muon(engine: TrainingState, folder: Folder) -> None:
+    """CheckpointError for a parameter that Muon moved there and AdamW would here, or the other way round."""
+    here = [group.get("use_muon") for group in param_groups(engine)]
+    there = [group.get("use_muon") for group in saved_groups(engine, folder)]
+    for p, name in engine.stage.names.items():
+        now, place = engine.stage.group_of.get(p), folder.places.get(name)
+        if now is None or place is None or (was := place.group) is None:
+            continue
+        if not there[was] == there[now] == here[now]:
+            raise CheckpointError(
+                f"{folder.path}: {name} was trained with use_muon={there[was]}, in group {was}, and has "
+                f"use_muon={here[now]} here, in group {now}: mark it as it was (parameter.use_muon), in the same "
+                "groups, or load the weights alone with load_module_only=True"
+            )
 
 
 class Half(CheckpointError):

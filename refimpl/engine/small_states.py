@@ -99,10 +99,8 @@ def to_train(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[
     own, rank = own_rank(engine, folder), engine.axes.world.rank
     update, scaler = engine.stage.update, engine.stage.scaler
     here = [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)]
-    groups = folder.value(own, "groups")  # a pipeline's stages have their own
-    groups = groups if len(groups) == len(here) else folder.value(0, "groups")
     keep = SCHEDULED if engine.lr_scheduler is not None and not wanted.scheduler else ()
-    yield Put(partial(put_groups, engine, keep), groups, deepcopy(here))
+    yield Put(partial(put_groups, engine, keep), saved_groups(engine, folder), deepcopy(here))
     if engine.optimizer is not None:
         beside = folder.value(0, "counted") or {}
         yield Put(partial(put_counted, engine.optimizer), beside, counted(engine.optimizer))
@@ -120,6 +118,12 @@ def to_train(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[
         warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=8)
         data = None
     yield Put(engine.go_on_with_data, data, engine.data_state())
+
+
+def saved_groups(engine: TrainingState, folder: Folder) -> list[dict[str, Any]]:
+    """The options of the optimizer's groups that this rank takes; a pipeline's stages have their own."""
+    groups: list[dict[str, Any]] = folder.value(own_rank(engine, folder), "groups")
+    return groups if len(groups) == len(param_groups(engine)) else folder.value(0, "groups")
 
 
 def put_groups(engine: TrainingState, keep: Collection[str], groups: list[dict[str, Any]]) -> None:

@@ -112,13 +112,16 @@ def named_optimizer(name: str, parameters: list[Any], params: Mapping[str, Any])
 def mark_hidden(model: nn.Module, section: OptimizerSection | None) -> None:
     """Where the file names Muon: which parameters are its own and which AdamW's, by their names, as in DeepSpeed.
 
-    What has a mark, `parameter.use_muon`, keeps it. DeepSpeed: `set_optimizer_flags` in deepspeed/__init__.py.
+    What has a mark, `parameter.use_muon`, keeps it. DeepSpeed goes by the first name of what is tied, which is GPT-2's
+    `wte`, and not `lm_head`: `set_optimizer_flags` in deepspeed/__init__.py.
     """
     if section is None or section.type.lower() != "muon":
         return
-    for name, p in model.named_parameters():
+    named = list(model.named_parameters(remove_duplicate=False))
+    outer = {p for name, p in named if any(word in name.lower() for word in ("embed", "lm_head"))}
+    for _, p in named:
         if not hasattr(p, "use_muon"):
-            p.use_muon = p.ndim > 1 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
+            p.use_muon = p.ndim > 1 and p not in outer  # type: ignore[attr-defined]
 
 
 def make_scheduler(client: Any | None, section: SchedulerSection | None, optimizer: Optimizer) -> Any | None:

@@ -62,6 +62,8 @@ class Muon(torch.optim.Optimizer):
         check_adam("Muon", min(self._rates.values()), betas, eps, weight_decay, amsgrad=False)
         if not 0 <= momentum < 1:
             raise ValueError(f"Muon needs a momentum in [0, 1): {momentum=}")
+        if ns_method not in ("gram", "standard"):
+            raise ValueError(f"Muon knows the ns_method gram and standard: {ns_method=}")
         options = {"momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         # torch looks for `fused` when it loads a state: the counts of steps go where the parameters are
         super().__init__(params, {**options, "adam_w_mode": adam_w_mode, "fused": True, "lr": self._rates[True]})
@@ -154,7 +156,7 @@ def made(u: Tensor) -> Tensor:
     rows, columns = u.shape[-2:]
     flat = u.flatten(1) if u.ndim == 4 else u
     step: Tensor = orthogonal(flat).view_as(u)
-    return step.mul_(math.sqrt(max(1, rows / columns)))
+    return step.mul_(math.sqrt(max(1, rows / max(1, columns))))
 
 
 def orthogonal(g: Tensor) -> Tensor:

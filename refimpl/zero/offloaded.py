@@ -127,7 +127,8 @@ class OffloadedUpdate(Brought):
         self.look()
         settings = self.slices.settings()  # before the optimizer counts this step in its groups, as some do
         if self.masters.keys() - self.gone:
-            super().apply()
+            with self.all_or_torn():
+                super().apply()
         self.on_every_rank(lambda: self.update_parts(self.handed, settings))
         self.slices.keep_settings()
         self.handed = {}
@@ -154,11 +155,13 @@ class OffloadedUpdate(Brought):
     @contextmanager
     def all_or_torn(self) -> Iterator[None]:
         """Unless all inside is done, and is where it rests, what is here is of no one step."""
-        self.torn = OffloadError(HALF)
-        yield
-        if self.config.parameter_home is not None:
-            self.config.parameter_home.arrived()
-        self.torn = None
+        try:
+            yield
+            if self.config.parameter_home is not None:
+                self.config.parameter_home.arrived()
+        except BaseException:
+            self.torn = OffloadError(HALF)
+            raise
 
     def on_every_rank(self, update: Callable[[], object]) -> None:
         """update(); half of it may be done where `together` raises."""

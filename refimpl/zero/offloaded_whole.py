@@ -42,12 +42,12 @@ class OffloadedWhole(OffloadedUpdate):
     def apply(self, closure: Callable[[], Any] | None = None) -> Any:
         self.check(closure)
         parts = [part for part in self.parts if part.bucket in self.handed]
-        for part in parts:
-            self.follow(part)
-        for bucket, (grad, factor, left_alone) in self.handed.items():
-            self.slices.hand_out(bucket, grad, factor, left_alone, 0, grad.numel())
-        Update.apply(self)
         with self.all_or_torn():
+            for part in parts:
+                self.follow(part)
+            for bucket, (grad, factor, left_alone) in self.handed.items():
+                self.slices.hand_out(bucket, grad, factor, left_alone, 0, grad.numel())
+            Update.apply(self)
             for part in parts:
                 self.round(part)
         self.handed = {}

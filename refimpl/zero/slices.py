@@ -241,9 +241,9 @@ class Slices(ByPart):
         return [i for i in sorted({*here, *mine}) if here.get(i, []) != sorted(mine.get(i, []))]
 
     def tensors(self, s: Slice) -> dict[str, Tensor]:
-        """A slice's own memory, under "", and its state of that shape, by key."""
+        """A slice's own memory, under "", and its state of that shape, by key; not a number's count of steps."""
         state = self.optimizer.state.get(s.param, {}) if self.optimizer else {}
-        same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == s.param.shape}
+        same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == s.param.shape and k != "step"}
         return {"": s.param, **same}
 
     def release_gradients(self, *buckets: Bucket) -> None:

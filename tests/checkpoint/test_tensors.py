@@ -19,12 +19,14 @@ TENSORS = {
     "empty": torch.zeros(0, 3),
     "strided": torch.arange(12.0).view(3, 4).t(),
     "every second": torch.arange(9.0)[::2],
+    "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),  # two that are lazy: their memory has the other sign
+    "negative": torch._neg_view(torch.arange(3.0)),
     "names may hold / and ü": torch.ones(1, 1, 1, dtype=torch.bfloat16),
 }
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    raw = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 
@@ -39,7 +41,8 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
-    safetensors.torch.save_file({name: t.contiguous() for name, t in TENSORS.items()}, tmp_path / "f", {"a": "b"})
+    given = {name: t.resolve_conj().resolve_neg().contiguous() for name, t in TENSORS.items()}
+    safetensors.torch.save_file(given, tmp_path / "f", {"a": "b"})
     with Reader(tmp_path / "f") as file:
         assert file._header.keys() == TENSORS.keys()
         assert all(equal(file.tensor(name), tensor) for name, tensor in TENSORS.items())

@@ -16,7 +16,7 @@ SIZE = 64
 
 
 class Net(nn.Module):
-    """A tied weight, a buffer that training changes, and a frozen layer."""
+    """A tied weight, a buffer that training changes, a frozen layer, a number and a weight of no elements."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -25,9 +25,11 @@ class Net(nn.Module):
         self.out.weight = self.into.weight
         self.norm = nn.BatchNorm1d(SIZE)
         self.frozen = nn.Linear(SIZE, SIZE).requires_grad_(False)
+        self.scale, self.nothing = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(self.out(self.norm(self.into(x)).tanh())).float().square().mean()
+        x = self.out(self.norm(self.into(x)).tanh()) * self.scale + self.nothing.sum()
+        return self.frozen(x).float().square().mean()
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:

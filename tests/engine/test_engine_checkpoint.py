@@ -18,6 +18,7 @@ import refimpl
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.write import SCRIPT
 from refimpl.launch import RankError
+from refimpl.optim.muon import Muon
 
 
 def stop_and_go_on(config: dict[str, Any], folder: Path) -> None:
@@ -57,9 +58,30 @@ def test_going_on_in_low_precision(stage: int, section: str, tmp_path: Path) -> 
     worlds.run(stop_and_go_on, settings(stage, **{section: {"enabled": True}}), tmp_path, ranks=2)
 
 
-def test_going_on_with_state_that_is_cut_by_parameters(tmp_path: Path) -> None:
-    optimizer = {"type": "Lamb", "params": {"lr": 0.01}}
-    worlds.run(stop_and_go_on, settings(1, optimizer=optimizer), tmp_path, ranks=3)
+@pytest.mark.parametrize(("stage", "name"), [(0, "Lamb"), (0, "Muon"), (1, "Lamb")])
+def test_going_on_with_state_that_is_cut_by_parameters(stage: int, name: str, tmp_path: Path) -> None:
+    """In stage 0 each has its parameter's shape: that of a number is the shape of its count of steps, too."""
+    optimizer = {"type": name, "params": {"lr": 0.01}}
+    worlds.run(stop_and_go_on, settings(stage, optimizer=optimizer), tmp_path, ranks=3)
+
+
+@pytest.mark.parametrize(("kind", "group"), [(False, 0), (True, 1)])
+def test_what_muon_moved_is_not_gone_on_with_by_adamw(kind: bool, group: int, tmp_path: Path) -> None:
+    """A KeyError in the next step, else; nor are groups in another order, whose options are saved by number."""
+    engine = start(settings(0, optimizer={"type": "Muon", "params": {"lr": 0.01}}))
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path)
+    net = Net()
+    groups = [{"params": [p for p in net.parameters() if p.ndim < 2], "use_muon": False}]
+    groups.insert(group, {"params": [p for p in net.parameters() if p.ndim > 1], "use_muon": kind})
+    here = refimpl.initialize(model=net, optimizer=Muon(groups), config={"train_micro_batch_size_per_gpu": 4})[0]
+    said = (
+        "was trained with use_muon=(True, in group 0|False, in group 1), and has use_muon=False here, in group 0: mark"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        here.load_checkpoint(tmp_path)
+    here.load_checkpoint(tmp_path, load_module_only=True)
+    train(here, range(1))
 
 
 class Sharing(optim.Optimizer):

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from worlds import run
 
 from refimpl import launch
+from refimpl.engine.experts import refuse_stacks
 from refimpl.engine.initialize import initialize
+from refimpl.engine.keys import ConfigError
 from refimpl.model.experts import Experts, StackedExperts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.model.moe import MoE, mixtures
+from refimpl.optim.lamb import Lamb
+from refimpl.optim.muon import Muon
 
 WIDTH, EXPERTS, BATCH = 8, 4, 12
 
@@ -102,6 +106,26 @@ def test_stacked_experts_are_saved_whole_and_go_on_at_another_ep(
         assert whole.keys() == alone.keys()
         for name, w in alone.items():
             torch.testing.assert_close(whole[name], w, rtol=1e-3, atol=1e-4, msg=f"{name} of {mine}")
+
+
+def test_muon_takes_a_stack_of_matrices_for_many() -> None:
+    """So it goes the same way at any ep; LAMB, to which a stack is a layer, does not, nor Muon with a stack of rows."""
+
+    def norms(ep: int) -> list[float]:
+        section = {"type": "Muon", "params": {"lr": 1e-3, "muon_lr": 1e-2}}
+        return steps(initialize(model=Net("stacked"), config=settings(ep, 1, optimizer=section))[0], 0, 3)
+
+    assert run(norms, 2)[0] == pytest.approx(run(norms, 1)[0], rel=1e-6)
+    experts = StackedExperts(4, 6, 2)
+    experts.of, experts.bias = 4, nn.Parameter(torch.zeros(2, 4))
+    with pytest.raises(
+        ConfigError, match=r"Muon: bias is a stack of experts, .*or mark it, parameter.use_muon = False"
+    ):
+        refuse_stacks(experts, Muon(experts.parameters()))
+    experts.bias.use_muon = False  # type: ignore[attr-defined]
+    refuse_stacks(experts, Muon(experts.parameters()))
+    with pytest.raises(ConfigError, match=r"Lamb: up is a stack of experts, .*autoep_size to 1, or take AdamW"):
+        refuse_stacks(experts, Lamb(experts.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["stacked", "listed"])

@@ -47,6 +47,11 @@ def test_a_convolution_is_a_matrix_of_its_filters() -> None:
     assert torch.equal(made(g), 2 * orthogonal(g.view(6, 48)).view_as(g))
 
 
+@pytest.mark.parametrize("shape", [(5, 0), (0, 5), (2, 3, 3, 0)])
+def test_a_matrix_of_no_elements_makes_a_step_of_none(shape: tuple[int, ...]) -> None:
+    assert made(torch.zeros(shape)).shape == shape
+
+
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_what_is_no_matrix_is_adams(adam_w_mode: bool) -> None:
     ours, torchs = (nn.Parameter(drawn(37)) for _ in range(2))
@@ -83,6 +88,8 @@ def test_groups_and_rates() -> None:
             Muon([{"params": [vector], "use_muon": True}])
     with pytest.raises(ValueError, match="a momentum in"):
         Muon(every, momentum=1.0)
+    with pytest.raises(ValueError, match="gram and standard: ns_method='quintic'"):
+        Muon(every, ns_method="quintic")  # type: ignore[arg-type]
 
 
 def test_a_step_with_a_closure_at_each_groups_rate() -> None:

@@ -127,6 +127,17 @@ def by_json(stage: int, path: Path, goes_on: bool, section: dict[str, Any]) -> d
     return {k: v.clone() for k, v in engine.module_state_dict().items()}
 
 
+def test_what_is_tied_is_no_hidden_matrix_by_any_of_its_names() -> None:
+    """As GPT-2's `wte`, which comes before `lm_head`."""
+    model = nn.ModuleDict({"wte": nn.Embedding(8, 8), "mlp": nn.Linear(8, 8), "lm_head": nn.Linear(8, 8, bias=False)})
+    model["lm_head"].weight = model["wte"].weight
+    section = {"type": "Muon", "params": {"lr": 1e-3}}
+    engine = refimpl.initialize(model=model, config={"train_batch_size": 1, "optimizer": section})[0]
+    assert {name: p.use_muon for name, p in engine.module.named_parameters()} == {
+        "wte.weight": False, "mlp.weight": True, "mlp.bias": False,
+    }  # fmt: skip
+
+
 CPU = {"device": "cpu"}
 
 

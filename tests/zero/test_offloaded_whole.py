@@ -1,16 +1,18 @@
 """LAMB and Muon in the host's memory: all parts in one step, so the bits are those without a home."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from training import Job, differing, lamb, muon, oracle, train
+from torch import nn, optim
+from training import Job, adamw, differing, lamb, muon, oracle, train
 from worlds import run
 
 from refimpl.launch import RankError
+from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk, Host
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.config import ZeroConfig
@@ -53,6 +55,26 @@ def test_fp16_equals_the_same_stage_without_it(name: str, stage: str) -> None:
     assert plain.weights is not None
     assert there.done == plain.done == [True, True, False, True, True]
     assert differing(there.weights, plain.weights) == []
+
+
+@pytest.mark.parametrize(("make", "ratio"), [(lamb, 1.0), (muon, 0.4), (adamw, 0.4)])
+def test_half_a_step_is_of_no_use(make: Callable[[nn.Module], optim.Optimizer], ratio: float) -> None:
+    """Also where what has stayed in memory is updated first; else masters that have moved would follow the weights."""
+
+    def raises(*_: Any) -> None:
+        raise KeyError("of the script's own")
+
+    def half() -> None:
+        model = nn.Linear(4, 4)
+        stage = Zero1(model, make(model), config=ZeroConfig(optimizer_home=Host(), offload_ratio=ratio))
+        stage.optimizer.register_step_post_hook(raises)
+        stage.backward(model(torch.ones(1, 4)).sum())
+        with pytest.raises(KeyError):
+            stage.step()
+        with pytest.raises(OffloadError, match=r"interrupted in the middle .* Load a checkpoint"):
+            stage.full_state_dict()
+
+    run(half)
 
 
 @every_optimizer
