@@ -40,6 +40,7 @@ from refimpl.engine.module_state import ModuleState
 from refimpl.engine.precision import autocast, dtypes_told, in_half
 from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.saved import Saved
+from refimpl.measure.flops import FORWARD, FlopsProfiler
 from refimpl.measure.throughput import ThroughputTimer
 from refimpl.zero.norm import GradNorm, shown
 
@@ -64,6 +65,11 @@ class Engine(Saved, ModuleState):
         """For the model's own use: engine.activation_checkpoint(block, x). ConfigError for an arena without a size."""
         return checkpointer(self.config.activation_checkpointing, self.axes.tensor, self.axes.world.rank)
 
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What has counted, on rank 0, if the configuration's `flops_profiler` asked for it; None before."""
+        return self.report.profiler
+
     def __getattr__(self, name: str) -> Any:
         """What an engine does not have is the model's: `engine.generate`."""
         try:
@@ -84,7 +90,9 @@ class Engine(Saved, ModuleState):
         inputs, kwargs = in_half(self.config, (inputs, kwargs))
         if self.training and not self._pending:  # a step's time begins at its first micro-batch
             self.tput_timer.start()
-        with self.report.time("fwd"), autocast(self.config, self.device), dtypes_told(self.config, inputs, kwargs):
+        counting = self.report.flops(self.module, self.global_steps, FORWARD)
+        told = dtypes_told(self.config, inputs, kwargs)
+        with self.report.time("fwd"), counting, autocast(self.config, self.device), told:
             return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

@@ -165,12 +165,6 @@ EXPERTS: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
 # A section with a switch: the switch decides, its other keys are read only when it is on.
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
-    "flops_profiler": (
-        f"{NOT_HERE}: torch.utils.flop_counter.FlopCounterMode counts a step",
-        "enabled",
-        [False],
-        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-    ),
     "comet": (
         f"{NOT_HERE}: use csv_monitor, tensorboard or wandb",
         "enabled",

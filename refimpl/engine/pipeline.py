@@ -67,7 +67,9 @@ class PipelineEngine(Engine):
         self.group.ledger.reset()
         inputs, labels = self._micro_batches(data_iter, number)
         self.tput_timer.start()
-        with self.stage.passes.explicit(), self.stage.no_sync():
+        what = f"forward and backward of {number} micro-batches through this rank's stages"
+        counting = self.report.flops(self.module, self.global_steps, what)
+        with counting, self.stage.passes.explicit(), self.stage.no_sync():
             # The stage divides what arrives by the number of micro-batches, as in every engine.
             losses = self.module.forward_backward(inputs, labels, scale=float(self.stage.scale(torch.ones(()))))
         for loss in losses:

@@ -6,15 +6,16 @@ printed, except that a breakdown that was asked for is then printed at every ste
 DeepSpeed's counterparts: `_report_progress`, utils/timer.py and `see_memory_usage`.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.engine.build import Parts
 from refimpl.measure.clock import Clock
+from refimpl.measure.flops import FlopsProfiler
 from refimpl.measure.memory import MemoryMeter
 
 
@@ -26,6 +27,7 @@ class Report:
         self.prints = parts.axes.world.rank == 0
         self.clock = Clock(self.group.device)
         self.meter = MemoryMeter(self.stage.tensors)
+        self.profiler: FlopsProfiler | None = None  # once it has counted
         self._losses: list[Tensor] = []  # this rank's, detached, one a micro-batch
         self._before: dict[str, int] = {}  # bytes by class before the update
         watched = any(m.enabled for m in (self.config.csv_monitor, self.config.tensorboard, self.config.wandb))
@@ -37,6 +39,24 @@ class Report:
     def time(self, name: str) -> AbstractContextManager[None]:
         """Measure a block for the wall-clock breakdown, if there is one."""
         return self.clock.time(name) if self.config.wall_clock_breakdown else nullcontext()
+
+    def flops(self, model: nn.Module, step: int, what: str) -> AbstractContextManager[None]:
+        """Count the FLOPs of a block, `what`, if it is the first one after the `step` that `flops_profiler` names."""
+        asked = self.config.flops_profiler
+        due = asked.enabled and self.prints and step == asked.profile_step and model.training and self.profiler is None
+        return self._profile(model, what) if due else nullcontext()
+
+    @contextmanager
+    def _profile(self, model: nn.Module, what: str) -> Iterator[None]:
+        asked = self.config.flops_profiler
+        self.profiler = profiler = FlopsProfiler(model, recompute_fwd_factor=asked.recompute_fwd_factor)
+        profiler.start_profile()
+        try:
+            yield
+        finally:
+            profiler.stop_profile()
+        how = asked.module_depth, asked.top_modules, asked.detailed, asked.output_file
+        profiler.print_model_profile(asked.profile_step, *how, what)
 
     def loss(self, loss: Tensor) -> None:
         """Remember the loss of a micro-batch."""

@@ -97,6 +97,9 @@ class DeepSpeedConfig(value.Section):
     )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
+    flops_profiler: section.FlopsProfiler = Field(
+        default_factory=section.FlopsProfiler, description="FLOPs of one forward pass, by module"
+    )
     comms_logger: section.CommsLogger = Field(
         default_factory=section.CommsLogger, description="latencies of collectives"
     )

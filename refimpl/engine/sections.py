@@ -304,6 +304,18 @@ class CommsLogger(Section):
     debug: bool = Field(default=False, description="name the function that called")
 
 
+class FlopsProfiler(Section):
+    """Rank 0 counts the FLOPs of one forward pass by module, and prints them."""
+
+    enabled: bool = Field(default=False, description="print a table of FLOPs once, in the step that profile_step names")
+    profile_step: Count = Field(default=1, description="the number of updates behind which it is printed")
+    module_depth: int = Field(default=-1, description="down to which depth modules are shown; -1 is all")
+    top_modules: Positive = Field(default=1, description="without `detailed`, how many of each depth: the largest")
+    detailed: bool = Field(default=True, description="show every module")
+    output_file: str | None = Field(default=None, description="a file in place of rank 0's stdout")
+    recompute_fwd_factor: Number = Field(default=0.0, ge=0, description="of the forward pass what backward repeats")
+
+
 class CSVMonitor(Section):
     """One CSV file a metric."""
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's path of what counts a model's work. DeepSpeed: deepspeed/profiling."""
