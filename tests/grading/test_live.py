@@ -1,5 +1,6 @@
 """One task at once: what a change concerns, what a cell writes into a file, and the verdict."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from refimpl.grading.chapters import Chapter, project_folder
 from refimpl.grading.grade import Grader
 from refimpl.grading.live import Live, changed_tasks, write_into
+from refimpl.grading.progress import Progress, bar
+from refimpl.grading.verdict import Verdict
 
 FILE = '''"""A chapter."""
 
@@ -57,6 +60,13 @@ def test_a_cell_replaces_what_it_defines_and_adds_the_rest() -> None:
     assert "def mine" in again
 
 
+def test_a_cell_replaces_two_definitions_of_other_lengths() -> None:
+    cell = "def first():\n    a = 1\n    b = 2\n    return a + b\n\ndef second():\n    return 2\n"
+    names: dict[str, Callable[[], int]] = {}
+    exec(write_into(FILE, cell, "first"), names)
+    assert (names["first"](), names["second"]()) == (3, 2)
+
+
 def test_a_cell_brings_a_task_that_the_file_lost() -> None:
     assert "def third" in write_into(FILE, "def third():\n    return 3\n", "third")
 
@@ -66,6 +76,20 @@ def test_a_cell_without_the_task_is_refused() -> None:
         write_into(FILE, "def other():\n    pass\n", "first")
     with pytest.raises(SyntaxError):
         write_into(FILE, "def first(:\n", "first")
+
+
+def test_what_was_passed_stays_passed_and_a_damaged_file_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress, key = Progress.load(tmp_path), ("01_one", "double")
+    progress.record({key: Verdict("double", "pass")})
+    progress.record({key: Verdict("double", "fail", "wrong\nmore")})
+    entry = Progress.load(tmp_path).entry(*key)
+    assert (entry.outcome, entry.headline, entry.passed) == ("fail", "wrong", True)
+    progress.path.write_text("[1]")
+    assert not Progress.load(tmp_path).entries
+    assert "it is kept as" in capsys.readouterr().err
+    assert (bar(0, 0, 4), bar(1, 2, 4), bar(2, 2, 4)) == ("[....]", "[##..]", "[####]")
 
 
 def test_a_solution_passes_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

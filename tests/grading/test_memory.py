@@ -102,6 +102,14 @@ def test_a_changed_input_is_named(what: str) -> None:
     assert what in wrong.value.headline
 
 
+def test_another_shape_and_a_tensor_in_a_dict_are_changes() -> None:
+    x, held = torch.ones(1), {"w": torch.ones(1)}
+    with pytest.raises(Wrong, match="x was changed"), untouched(x=x):
+        x.data = torch.ones(3)
+    with pytest.raises(Wrong, match=r"held\['w'\] was changed"), untouched(held=held):
+        held["w"].zero_()
+
+
 def test_nan_is_no_change() -> None:
     with untouched(x=torch.tensor([float("nan"), 1.0])):
         pass

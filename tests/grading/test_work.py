@@ -31,3 +31,10 @@ def test_a_product_is_counted(way: str) -> None:
     with Work() as work:
         call()
     assert work.flops == flops
+
+
+def test_attention_counts_its_two_products_and_not_its_backward() -> None:
+    q, k, v = (torch.ones(1, 2, n, d, requires_grad=True) for n, d in ((3, 4), (5, 4), (5, 4)))
+    with Work() as work:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    assert work.flops == 2 * 2 * 3 * 5 * (4 + 4)
