@@ -62,7 +62,7 @@ class Engine(Saved, ModuleState):
 
     @cached_property
     def activation_checkpoint(self) -> Checkpoint:
-        """For the model's own use: engine.activation_checkpoint(block, x). ConfigError for an arena without a size."""
+        """For the model's own use: engine.activation_checkpoint(block, x)."""
         return checkpointer(self.config.activation_checkpointing, self.axes.tensor, self.axes.world.rank)
 
     @property

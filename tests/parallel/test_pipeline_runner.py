@@ -262,7 +262,7 @@ def test_of_a_name_that_two_stages_have_with_two_shapes_is_told() -> None:
     specs = [TiedLayerSpec("words", nn.Linear, 3, 3), TiedLayerSpec("words", nn.Linear, 3, 4)]
     told = [beside(specs, nn.ModuleDict({"words": spec.build()})) for spec in specs]
     with pytest.raises(ValueError, match=r"^TiedLayerSpec 'words': bias is \[3\] on rank 0 and \[4\] on rank 1; "):
-        shared(specs, [{0}, {1}], 0, [spec.build() for spec in specs].__getitem__, told)
+        shared(specs, [{0}, {1}], 2, [].__getitem__, [*told, {}])  # on a rank between them, too
 
 
 def test_a_rank_that_shares_no_gradients_with_others_is_told() -> None:

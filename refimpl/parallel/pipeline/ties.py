@@ -45,6 +45,7 @@ def shared(
     layers: all of the chain. holders: for each the ranks that hold it. module(i): what layer i became on this rank.
     told: `beside` of every rank. ValueError if a name has two shapes.
     """
+    check_shapes(told)
     found: dict[tuple[int, ...], dict[nn.Parameter, None]] = {}
     for ranks, p in [*_built(layers, holders), *_specified(layers, holders, rank, module, told)]:
         if len(ranks) > 1 and rank in ranks:
@@ -79,20 +80,21 @@ def _specified(
         for i in here:
             yield from ((everywhere, module(i).get_parameter(name)) for name in layers[i].tied_weight_attr)  # type: ignore[union-attr]
         for name in sorted(told[rank].get(key, ())):
-            yield _ranks_with(key, name, told), module(here[0]).get_parameter(name)
+            ranks = {other for other, said in enumerate(told) if name in said.get(key, ())}
+            yield ranks, module(here[0]).get_parameter(name)
     for i, (layer, where) in enumerate(zip(layers, holders, strict=True)):
         made = module(i) if rank in where and not isinstance(layer, nn.Module | TiedLayerSpec) else None
         yield from ((where, p) for p in made.parameters()) if isinstance(made, nn.Module) else ()
 
 
-def _ranks_with(key: str, name: str, told: Sequence[Beside]) -> set[int]:
-    """Those whose module of this key has a parameter of this name. ValueError if it has another shape on one."""
-    shapes = {rank: said[key][name] for rank, said in enumerate(told) if name in said.get(key, ())}
-    (first, shape), *others = shapes.items()
-    for other, its in others:
-        if its != shape:
-            raise ValueError(
-                f"TiedLayerSpec {key!r}: {name} is {list(shape)} on rank {first} and {list(its)} on rank {other}; what "
-                "has one name is one parameter: give it another name in one of the classes"
-            )
-    return set(shapes)
+def check_shapes(told: Sequence[Beside]) -> None:
+    """ValueError, on all ranks alike, where what has one name has two shapes."""
+    found: dict[tuple[str, str], tuple[int, torch.Size]] = {}
+    for rank, said in enumerate(told):
+        for key, name, shape in ((key, *item) for key, shapes in said.items() for item in shapes.items()):
+            first, its = found.setdefault((key, name), (rank, shape))
+            if shape != its:
+                raise ValueError(
+                    f"TiedLayerSpec {key!r}: {name} is {list(its)} on rank {first} and {list(shape)} on rank {rank}; "
+                    "what has one name is one parameter: give it another name in one of the classes"
+                )
