@@ -10,35 +10,37 @@ import io
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 ALL = "Global"  # what the counter calls the sum
 FORWARD = "one forward pass"
 
 
-def _attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    flops: int = sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
-    return flops
+def counter() -> "FlopCounterMode":
+    """Torch's, with a CPU's attention: it knows a GPU's, and of a CPU's only what is made of products."""
+    # Imports triton, which looks once whether it is to interpret kernels: whoever wants that says so before.
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+    def forward(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> Any:
+        return sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
 
-def _attention_backward(
-    out: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
-) -> int:
-    flops: int = sdpa_backward_flop_count(out, q, k, v)  # type: ignore[no-untyped-call]
-    return flops
+    def backward(grad: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> Any:
+        return sdpa_backward_flop_count(grad, q, k, v)  # type: ignore[no-untyped-call]
 
-
-# The counter knows a GPU's attention, and of a CPU's only what is made of products.
-CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
+    aten = torch.ops.aten
+    attention = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=attention)
 
 
 class FlopsProfiler:
@@ -59,7 +61,7 @@ class FlopsProfiler:
         """Count from zero, but for modules of these classes."""
         self.stop_profile()
         self._ignored = tuple(ignore_list or ())
-        self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+        self._counter = counter()
         self._counter.__enter__()  # type: ignore[no-untyped-call]
         self._begin = now()
         self.started = True
