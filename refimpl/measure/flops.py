@@ -7,7 +7,7 @@ DeepSpeed's, which puts functions of its own in the place of torch's: deepspeed/
 """
 
 import io
-import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+from refimpl.measure.clock import now
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -54,6 +56,7 @@ class FlopsProfiler:
         self.started = False
         self.by_module: dict[str, int] = {}
         self.seconds, self._begin = 0.0, 0.0
+        self._device = next(model.parameters(), torch.empty(0)).device
         self._counter: FlopCounterMode | None = None
         self._ignored: tuple[type[nn.Module], ...] = ()
 
@@ -63,14 +66,14 @@ class FlopsProfiler:
         self._ignored = tuple(ignore_list or ())
         self._counter = counter()
         self._counter.__enter__()  # type: ignore[no-untyped-call]
-        self._begin = now()
+        self._begin = now(self._device)
         self.started = True
 
     def stop_profile(self) -> None:
         """What comes now does not count."""
         if self._counter is None:
             return
-        self.seconds = now() - self._begin
+        self.seconds = now(self._device) - self._begin
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         counts = self._counter.get_flop_counts()
         self.by_module = {name: sum(by_op.values()) for name, by_op in counts.items()}
@@ -162,8 +165,12 @@ class FlopsProfiler:
         deep = {name: name.count(".") for name in self.by_module if name != ALL}
         shown = [name for name in deep if depth < 0 or deep[name] <= depth]
         if top is not None:
-            largest = sorted(shown, key=lambda name: -self.by_module[name])
-            shown = [name for name in shown if name in [n for n in largest if deep[n] == deep[name]][:top]]
+            met, largest = Counter[int](), []
+            for name in sorted(shown, key=lambda name: -self.by_module[name]):
+                met[deep[name]] += 1
+                if met[deep[name]] <= top:
+                    largest.append(name)
+            shown = largest
         order = {name: i for i, name in enumerate(self.modules())}
         return sorted(shown, key=lambda name: order.get(name, len(order)))
 
@@ -213,13 +220,6 @@ def get_model_profile(
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     return profiler.get_total_flops(as_string), profiler.get_total_macs(as_string), profiler.get_total_params(as_string)
-
-
-def now() -> float:
-    """Seconds, when the device has done what it was given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def shortened(number: float) -> str:
