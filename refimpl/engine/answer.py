@@ -52,6 +52,7 @@ DOTTED = tuple(
     for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
 )
 COMMENTS = ("_", "//", "#")  # how people begin a key that is a comment, JSON having none; DeepSpeed reads no such key
+SWITCHES = "compression_training."  # below it a section is not read where its own switch is off
 VALUES = (str, Number, list, tuple, set, Mapping, NoneType, torch.dtype)
 # Arguments of a class, which `refimpl.engine.arguments` reads, and a plan that `parallel.auto.partition` reads.
 FREE = ("optimizer.params", "scheduler.params", "tensor_parallel.partition_config")
@@ -105,21 +106,25 @@ class _Walk:
         """The paths below which keys stand."""
         return {path.rpartition(".")[0] for path in self.keys} | set(FREE)
 
-    def section(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """The honoured part of one section; `prefix` is its path and a dot, or empty at the top."""
-        kept = {}
+    def section(self, given: Mapping[str, Any], prefix: str, rows: str = "") -> dict[str, Any]:
+        """The honoured part of one section; `prefix` is its path and a dot, or empty at the top.
+
+        rows: the same as the table has it, `*` standing where the user chooses a name; unset: `prefix`.
+        """
+        kept, rows = {}, rows or prefix
         for name, value in self.modern(self.plain(given, prefix), prefix).items():
             path = f"{prefix}{name}"
-            key = self.keys.get(path) if "." not in name and ":" not in name else None
+            plain = "." not in name and ":" not in name
+            key = self.keys.get(f"{rows}{name}", self.keys.get(f"{rows}*")) if plain else None
             if key is None:
                 if prefix.removesuffix(".") in FREE:
                     kept[name] = value
                 elif not prefix and name in DOTTED:
                     self.notes.append(f"{name}: no effect: DeepSpeed reads no key with a dot; write it in its section")
                 elif prefix or not name.startswith(COMMENTS):
-                    self.problems.append(f"{path}: unknown key{_nearest(name, prefix, self.keys)}")
-            elif path in self.sections:
-                inner = self.inside(key, value)
+                    self.problems.append(f"{path}: unknown key{_nearest(name, rows, self.keys)}")
+            elif key.path in self.sections:
+                inner = self.inside(key, value, path)
                 if key.verdict == "honoured" and inner is not None:
                     kept[name] = inner
             elif key.verdict == "honoured":
@@ -147,13 +152,14 @@ class _Walk:
                 self.problems.append(f"{prefix}{name}: a {type(value).__name__} is nothing that a JSON file holds")
         return kept
 
-    def inside(self, key: Key, value: Any) -> dict[str, Any] | None:
+    def inside(self, key: Key, value: Any, path: str) -> dict[str, Any] | None:
         """The honoured part of the section `value`; None for one that is not there, spelt null, or no section."""
         if isinstance(value, Mapping):
-            return self.section(value, f"{key.path}.")
+            unread = key.path.startswith(SWITCHES) and _off(value)
+            return {} if unread else self.section(value, f"{path}.", f"{key.path}.")
         if value is not None and not any(value is silent for silent in key.silent):
             asked = f"{key.reason}; " if key.verdict == "rejected" else ""
-            self.problems.append(f"{key.path} = {quote(value)}: {asked}a section is an object, {{...}}")
+            self.problems.append(f"{path} = {quote(value)}: {asked}a section is an object, {{...}}")
         return None
 
     def refuse(self, key: Key, value: Any) -> None:
@@ -203,7 +209,11 @@ def _fields(model: type[BaseModel], prefix: str = "") -> list[Key]:
         rows.append(Key(f"{prefix}{name}", "honoured", info.description or ""))
         kinds = [info.annotation, *getattr(info.annotation, "__args__", ())]
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        rows += _fields(inner, f"{prefix}{name}.") if inner else []
+        below = f"{prefix}{name}."
+        if inner and getattr(info.annotation, "__origin__", None) is dict:  # whose keys the user chooses
+            rows.append(Key(f"{below}*", "honoured", "a name of one's choice"))
+            below += "*."
+        rows += _fields(inner, below) if inner else []
     return rows
 
 

@@ -35,6 +35,7 @@ from refimpl.comm.streams import sent
 from refimpl.engine import checkpoint
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.build import Parts
+from refimpl.engine.compressed import Clock
 from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.module_state import ModuleState
 from refimpl.engine.precision import autocast, dtypes_told, in_half
@@ -59,6 +60,8 @@ class Engine(Saved, ModuleState):
         self.device = self.group.device
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
+        self.compressed = Clock(parts.model, parts.config.compression_training)
+        self._tell_time()
 
     @cached_property
     def activation_checkpoint(self) -> Checkpoint:
@@ -87,6 +90,7 @@ class Engine(Saved, ModuleState):
         """The model's forward. Floating-point inputs are cast to fp16 only with `fp16.auto_cast`, as in DeepSpeed."""
         if not self._open_micro_batches:
             self.group.ledger.reset()
+        self._tell_time()  # to layers that init_compression has made since
         inputs, kwargs = in_half(self.config, (inputs, kwargs))
         if self.training and not self._pending:  # a step's time begins at its first micro-batch
             self.tput_timer.start()
@@ -144,6 +148,7 @@ class Engine(Saved, ModuleState):
         if not due:
             self.tput_timer.stop()
             return
+        self.compressed.check()
         self.report.before_update()
         micro_batches = self._take_micro_batches()  # also if the step raises: its gradients are gone
         with self.report.time("step"):
@@ -154,6 +159,7 @@ class Engine(Saved, ModuleState):
         samples = micro_batches * self.train_micro_batch_size_per_gpu() * self.axes.feeds
         self.global_samples += samples
         self.tput_timer.stop(samples)
+        self._tell_time()
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr)
 
     def _backward_epilogue(self) -> None:
@@ -253,6 +259,11 @@ class Engine(Saved, ModuleState):
     def _forget_micro_batches(self) -> None:
         super()._forget_micro_batches()
         self.report.forget()
+        self._tell_time()  # a checkpoint may have been loaded
+
+    def _tell_time(self) -> None:
+        """Layers under `compression_training` count the updates that changed the weights."""
+        self.compressed.tell(self.global_steps - self.skipped_steps)
 
     def _feed(self, data_iter: Iterator[Any] | None) -> Tensor:
         """The model's loss on the next micro-batch."""

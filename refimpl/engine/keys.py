@@ -162,6 +162,17 @@ EXPERTS: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
     "expert_tensor_parallel_size": ("rejected", "experts are dealt out whole", [1]),
 }
 
+# Read only where the technique is enabled.
+OF_SNIP = "schedule_offset_end schedule_offset_stride block_pattern dense_ratio excluded_modules"
+COMPRESSION: Mapping[str, tuple[str, Sequence[Any]]] = {
+    "weight_quantization.shared_parameters.quantizer_kernel": ("weights are rounded by operations of torch", [False]),
+    "weight_quantization.shared_parameters.quantize_verbose": ("a layer's repr says what is done to it", [False]),
+    **{
+        f"sparse_pruning.shared_parameters.{name}": ("read with snip_momentum alone, in DeepSpeed too", [])
+        for name in OF_SNIP.split()
+    },
+}
+
 # A section with a switch: the switch decides, its other keys are read only when it is on.
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
@@ -222,7 +233,6 @@ OPEN: Mapping[str, str] = {
     "datastates": "not part of this project",
     "quantize_training": "not part of this project: DeepSpeed has dropped it too",
     "weight_quantization": f"{NOT_HERE}: zero_quantized_weights sends them quantised",
-    "compression_training": f"{NOT_HERE}: compress the model by itself; gradient_compression is for what travels",
     "data_efficiency": f"{NOT_HERE}: give initialize data in that order",
 }
 
@@ -238,6 +248,9 @@ def not_honoured() -> list[Key]:
         rows.append(Key(f"tensor_parallel.{name}", verdict, reason, tuple(silent), needs=switch))
     for name, (verdict, reason, silent) in EXPERTS.items():
         rows.append(Key(f"expert_parallel.{name}", verdict, reason, tuple(silent), needs="expert_parallel.enabled"))
+    for path, (reason, silent) in COMPRESSION.items():
+        path = f"compression_training.{path}"
+        rows.append(Key(path, "warned", reason, tuple(silent), needs=f"{path.rpartition('.')[0]}.enabled"))
     rows += [Key(path, "rejected", reason, (None, False, {})) for path, reason in OPEN.items()]
     for path, (reason, switch, off, others) in SWITCHED.items():
         rows.append(Key(path, "rejected", reason, (None, False)))

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from refimpl.engine import sections as section
 from refimpl.engine import values as value
 from refimpl.engine.compression import GradientCompression
+from refimpl.engine.compression_training import CompressionTraining
 from refimpl.engine.names import ONE_BIT
 from refimpl.engine.quote import quote
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -94,6 +95,9 @@ class DeepSpeedConfig(value.Section):
     )
     sparse_attention: section.SparseAttention | None = Field(
         default=None, description="which blocks of keys the model's attention reads"
+    )
+    compression_training: CompressionTraining = Field(
+        default_factory=CompressionTraining, description="what the model is trained to do without"
     )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")

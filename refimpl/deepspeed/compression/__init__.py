@@ -1,8 +1,7 @@
-"""`deepspeed.compression`: its helpers, which LoRA code uses to swap modules by name; nothing is pruned here.
+"""`deepspeed.compression`: models trained for fewer bits and fewer numbers. DeepSpeed dropped it in 0.19.7."""
 
-`refimpl.compress` is another matter: it compresses what is sent, not the model.
-"""
+from refimpl.deepspeed.compression import basic_layer, compress, helper
+from refimpl.deepspeed.compression.compress import init_compression, redundancy_clean
+from refimpl.deepspeed.compression.helper import convert_conv1d_to_linear
 
-from refimpl.deepspeed.compression import compress, helper
-
-__all__ = ["compress", "helper"]
+__all__ = ["basic_layer", "compress", "convert_conv1d_to_linear", "helper", "init_compression", "redundancy_clean"]

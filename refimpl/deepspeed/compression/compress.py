@@ -1,10 +1,67 @@
-"""DeepSpeed: deepspeed/compression/compress.py, which it dropped in 0.19.7."""
+"""`init_compression` and `redundancy_clean`: before training and after it. DeepSpeed: compression/compress.py.
 
-from refimpl.deepspeed.absent import absent
+model = init_compression(model, "ds_config.json")           # layers that round or mask, where the file says so
+engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")     # counts the steps, switches them on
+...
+model = redundancy_clean(model, "ds_config.json")           # rounded weights, zeros, smaller layers
+"""
 
-__all__ = ["init_compression", "redundancy_clean"]
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-init_compression, redundancy_clean = (
-    absent(f"deepspeed.compression.compress.{name}", "compress the model by itself, before initialize")
-    for name in __all__
-)
+from torch import nn
+
+from refimpl.engine.compressed import finish, prepare, teach
+from refimpl.engine.compression_training import CompressionTraining
+from refimpl.engine.config import section_of
+from refimpl.zero.unit import unit_of
+
+Config = Mapping[str, Any] | str | Path
+
+
+def init_compression(
+    model: nn.Module, deepspeed_config: Config, teacher_model: nn.Module | None = None, mpu: Any = None
+) -> nn.Module:
+    """Make the layers that `compression_training` names ready to be trained for it; the same model, changed in place.
+
+    model: a module, or an engine for its module. Scores are drawn: on every rank, before initialize, which makes them
+    rank 0's. With zero.Init a collective. ConfigError names the group and the layer. `mpu`'s own layers stay.
+    """
+    inner, config = _inner(model), read(deepspeed_config)
+    if config.layer_reduction.enabled:
+        if teacher_model is None:
+            raise ValueError("init_compression: layer_reduction is enabled, and needs teacher_model")
+        teach(inner, _inner(teacher_model), config)
+    prepare(inner, config)
+    return model
+
+
+def redundancy_clean(model: nn.Module, deepspeed_config: Config, mpu: Any = None) -> nn.Module:
+    """Round, zero and shrink what training has decided; the same model, changed in place. An engine of it is done then.
+
+    NotImplementedError for a model in shards.
+    """
+    inner = _inner(model)
+    if any(unit_of(p) is not None for p in inner.parameters()):
+        raise NotImplementedError(
+            "redundancy_clean: the weights are in shards (stage 3): load what engine.save_16bit_model wrote into a "
+            "model on which init_compression was called, and clean that"
+        )
+    finish(inner, read(deepspeed_config))
+    return model
+
+
+def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Config) -> None:
+    """Give the student the teacher's layers that `layer_reduction` names, in this order, and the other modules."""
+    teach(_inner(student_model), _inner(teacher_model), read(deepspeed_config))
+
+
+def read(config: Config) -> CompressionTraining:
+    """The section of a configuration. ConfigError for what is wrong in it."""
+    return section_of(config, "compression_training", CompressionTraining)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    module = getattr(model, "module", model)
+    return module if isinstance(module, nn.Module) else model

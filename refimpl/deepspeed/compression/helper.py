@@ -1,4 +1,4 @@
-"""A module or parameter of a model by its dotted name. DeepSpeed: compression/helper.py."""
+"""A module or parameter of a model by its dotted name; GPT-2's Conv1D as Linear. DeepSpeed: compression/helper.py."""
 
 from operator import attrgetter
 from typing import Any
@@ -15,3 +15,19 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
     """Put `module` where that name says. AttributeError if what it would be in does not exist."""
     parent, _, name = module_name.rpartition(".")
     setattr(attrgetter(parent)(model) if parent else model, name, module)
+
+
+def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
+    """Put a Linear [out, in] in the place of every `convert_type`, which keeps its weight as [in, out]; in place."""
+    inner = getattr(model, "module", model)
+    for name, old in list(inner.named_modules()):
+        if isinstance(old, convert_type):
+            weight: Any = old.weight
+            bias: Any = getattr(old, "bias", None)
+            inputs, outputs = weight.shape
+            new = nn.Linear(inputs, outputs, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+            new.weight = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
+            if bias is not None:
+                new.bias = nn.Parameter(bias.detach().view(-1), bias.requires_grad)
+            recursive_setattr(inner, name, new.train(old.training))
+    return model

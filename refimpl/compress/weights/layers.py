@@ -1,0 +1,130 @@
+"""Linear, Conv2d and Embedding that compute with their weight as it is to be: rounded, masked, or both.
+
+A layer of a model becomes one in place: it keeps its parameters and hooks, and changes its class. What is done to it
+stands in `techniques`, by DeepSpeed's name of each, in the order in which it is done; one takes effect from its
+`offset` on, counted in `step`, which the engine sets. Nothing is done before, nor where no engine counts.
+DeepSpeed's file: deepspeed/compression/basic_layer.py, whose layers are new ones in the old ones' places.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from refimpl.compress.weights.masks import Prune
+from refimpl.compress.weights.quantize import Quantize, QuantizeInput
+
+Technique = Quantize | QuantizeInput | Prune
+ORDER = (  # what rounds comes before what masks, in forward and when a model is cleaned
+    "weight_quantization",
+    "sparse_pruning",
+    "row_pruning",
+    "head_pruning",
+    "channel_pruning",
+    "activation_quantization",
+)
+
+
+class Compressed(nn.Module):
+    """What the three have in common."""
+
+    weight: Tensor
+    techniques: dict[str, Technique]
+    step: int
+
+    def add(self, name: str, technique: Technique) -> None:
+        """ValueError if this layer has one of that name."""
+        if name in self.techniques:
+            raise ValueError(f"{name}: this layer is in two of its groups")
+        if not isinstance(technique, Quantize):
+            technique.prepare(self)
+        self.techniques[name] = technique
+        self.techniques = {name: self.techniques[name] for name in ORDER if name in self.techniques}
+
+    def active(self) -> Iterator[Technique]:
+        """What takes effect in this step."""
+        return (technique for technique in self.techniques.values() if 0 <= technique.offset <= self.step)
+
+    def now(self) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) that forward computes with."""
+        weight = self.weight
+        bias: Tensor | None = getattr(self, "bias", None)
+        for technique in self.active():
+            if isinstance(technique, Quantize):
+                weight = technique.rounded(weight, self.step)
+            elif isinstance(technique, Prune):
+                weight, bias = technique(self, weight, bias)
+        return weight, bias
+
+    def fed(self, x: Tensor) -> Tensor:
+        """The input that forward computes with."""
+        for technique in self.active():
+            if isinstance(technique, QuantizeInput):
+                x = technique.rounded(self, x)
+        return x
+
+    def extra_repr(self) -> str:
+        return ", ".join([super().extra_repr(), *self.techniques])
+
+
+class CompressedLinear(Compressed, nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(self.fed(input), *self.now())
+
+
+class CompressedConv2d(Compressed, nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        result: Tensor = self._conv_forward(self.fed(input), *self.now())
+        return result
+
+
+class CompressedEmbedding(Compressed, nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        weight, _ = self.now()
+        settings = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        return F.embedding(input, weight, *settings)
+
+
+KINDS: dict[type[nn.Module], tuple[type[Compressed], tuple[str, ...]]] = {  # what a kind becomes, and what it can do
+    nn.Linear: (
+        CompressedLinear,
+        ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning"),
+    ),
+    nn.Conv2d: (
+        CompressedConv2d,
+        ("weight_quantization", "activation_quantization", "sparse_pruning", "channel_pruning"),
+    ),
+    nn.Embedding: (CompressedEmbedding, ("weight_quantization",)),
+}
+
+
+def kind(module: nn.Module) -> type[nn.Module] | None:
+    """The one of KINDS that a module is; None for others, and where its forward or a parent's would not be ours."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # whose weight MultiheadAttention reads
+        return None
+    found = next((base for base in KINDS if isinstance(module, base)), None)
+    if found is None or isinstance(module, Compressed):
+        return found
+    return found if type(module).forward is found.forward and "forward" not in vars(module) else None
+
+
+def become(module: nn.Module) -> Compressed:
+    """Change the class of a module that has a kind, unless it is one of these already."""
+    if isinstance(module, Compressed):
+        return module
+    base = kind(module)
+    assert base is not None
+    ours, own = KINDS[base][0], type(module)
+    module.__class__ = ours if own is base else type(f"Compressed{own.__name__}", (ours, own), {})
+    assert isinstance(module, Compressed)
+    module.techniques, module.step = {}, -1
+    return module
+
+
+def smaller(layer: nn.Module, name: str, value: Tensor | None) -> None:
+    """Replace a parameter by one of another shape."""
+    if value is not None:
+        trains = getattr(layer, name).requires_grad
+        setattr(layer, name, nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), trains))

@@ -1,0 +1,106 @@
+"""`compression_training` meets a model: before training, in it, and after it.
+
+    init_compression -> prepare: layers change their class in place and get their scores and masks
+    engine           -> Clock, before a forward and behind an update: the layers hear which step it is
+    redundancy_clean -> finish: what was decided becomes the weights
+
+DeepSpeed's files: deepspeed/compression/compress.py, scheduler.py. Its steps are not in a checkpoint, so that a
+schedule begins anew where training goes on; here they are the updates that the engine has made.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from refimpl.compress.weights.clean import keep_inputs, keep_outputs, settle
+from refimpl.compress.weights.layers import Compressed, become
+from refimpl.compress.weights.masks import Prune
+from refimpl.compress.weights.quantize import Quantize
+from refimpl.engine.compression_scopes import Scope, scopes
+from refimpl.engine.compression_training import CompressionTraining
+from refimpl.engine.keys import ConfigError
+from refimpl.zero.init import GatheredParameters
+
+
+def prepare(model: nn.Module, config: CompressionTraining) -> None:
+    """Make the layers of all scopes ready. ConfigError, before anything has changed, where something is wrong."""
+    wanted = list(scopes(model, config))
+    for scope in wanted:
+        for name in scope.layers:
+            check(model.get_submodule(name), name, scope)
+    for scope in wanted:
+        for number, name in enumerate(scope.layers):
+            layer, technique = become(model.get_submodule(name)), scope.technique
+            if isinstance(technique, Quantize):
+                rows = layer.num_embeddings if isinstance(layer, nn.Embedding) else technique.groups
+                technique = replace(technique, groups=rows, number=number)
+            with GatheredParameters(layer.parameters(recurse=False)):  # a mask is made of all of a weight
+                layer.add(scope.method, technique)
+
+
+def check(layer: nn.Module, name: str, scope: Scope) -> None:
+    """ConfigError where a layer cannot be cut as its technique asks, or has been given it before."""
+    weight: Any = layer.weight
+    technique = scope.technique
+    if isinstance(layer, Compressed) and scope.method in layer.techniques:
+        raise ConfigError(f"{scope.path}: {name} has it already: init_compression was called before")
+    parts = technique.heads if isinstance(technique, Prune) else getattr(technique, "groups", 1)
+    size = weight.shape[1] if isinstance(technique, Prune) else weight.numel()
+    if size % parts and not isinstance(layer, nn.Embedding):
+        key = "num_heads" if isinstance(technique, Prune) else "quantize_groups"
+        raise ConfigError(f"{scope.path}: {key} {parts} does not divide {name}.weight {tuple(weight.shape)}")
+
+
+@torch.no_grad()
+def teach(student: nn.Module, teacher: nn.Module, config: CompressionTraining) -> None:
+    """Copy the teacher's layers that are named, in this order, and the other modules. AttributeError if one is not."""
+    asked = config.layer_reduction
+    layers, pairs = asked.module_name_prefix, [(name, name) for name in asked.other_module_name]
+    pairs += [(f"{layers}.{mine}", f"{layers}.{theirs}") for mine, theirs in enumerate(asked.teacher_layer)]
+    for mine, theirs in pairs:
+        target = dict(student.get_submodule(mine).named_parameters())
+        source = dict(teacher.get_submodule(theirs).named_parameters())
+        with GatheredParameters([*target.values(), *source.values()], modifier_rank=0):
+            for name, parameter in target.items():
+                parameter.copy_(source[name])
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tells a model's compressed layers how many updates there have been."""
+
+    model: nn.Module
+    config: CompressionTraining
+
+    def tell(self, step: int) -> None:
+        if self.config.active:
+            for layer in self.layers():
+                layer.step = step
+
+    def check(self) -> None:
+        """ConfigError, before an update, if the configuration asks for what no layer was made to do."""
+        if self.config.active and next(self.layers(), None) is None:
+            raise ConfigError(
+                "compression_training: no layer of the model is made for it: call init_compression(model, config) "
+                "before initialize, or leave the section out"
+            )
+
+    def layers(self) -> Iterator[Compressed]:
+        return (module for module in self.model.modules() if isinstance(module, Compressed))
+
+
+def finish(model: nn.Module, config: CompressionTraining) -> None:
+    """Make of every layer what its techniques have decided; what has related modules becomes smaller, and these too."""
+    for scope in list(scopes(model, config)):
+        layers = [model.get_submodule(name) for name in scope.layers]
+        kept = [settle(layer, scope.method, bool(scope.related)) for layer in layers if isinstance(layer, Compressed)]
+        cut = keep_outputs if scope.method == "head_pruning" else keep_inputs
+        for names in scope.related:
+            if len(names) != len(kept):
+                raise ConfigError(f"{scope.path}: {len(kept)} layers are pruned, and {len(names)} are related: {names}")
+            for name, mask in zip(names, kept, strict=True):
+                if mask is not None:
+                    cut(model.get_submodule(name), mask)
