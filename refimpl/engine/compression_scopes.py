@@ -57,7 +57,11 @@ def scopes(model: nn.Module, config: CompressionTraining) -> Iterator[Scope]:
                     if layer in taken:
                         raise ConfigError(f"{path}: {layer} is in {taken[layer]} already; a layer is in one of them")
                     taken[layer] = name
-                yield Scope(path, method, technique, layers, [named(model, other, path) for other in related])
+                others = [named(model, other, path) for other in related]
+                for names in others:
+                    if names and len(names) != len(layers):  # a BatchNorm, say, may be in no block of this model
+                        raise ConfigError(f"{path}: {len(layers)} layers are pruned, {len(names)} are related: {names}")
+                yield Scope(path, method, technique, layers, others)
 
 
 def make(method: str, shared: Any, params: Any) -> Technique:

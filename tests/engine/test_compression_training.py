@@ -52,6 +52,7 @@ SECTION = {
             "more": group([r"blocks\.0\.2", "head"], start_bits=6, target_bits=4),
         },
         schedule_offset=1,
+        fp16_mixed_quantize={"enabled": False, "quantize_change_ratio": 0.1},
     ),
     "activation_quantization": technique({"all": group(["*"], bits=8)}, quantization_type="asymmetric"),
     "sparse_pruning": technique({"s": group(["head"], dense_ratio=0.6)}, schedule_offset=2),
@@ -175,6 +176,9 @@ def test_what_was_trained_is_what_comes_out_smaller() -> None:
     assert [tuple(m.weight.shape) for m in clean.blocks[0] if isinstance(m, nn.Linear)] == [(4, 5), (5, 4)]
     assert int((clean.head.weight != 0).sum()) == 33
     assert len(clean.embed.weight[3].unique()) <= 3
+    assert all(
+        p.untyped_storage().nbytes() == p.nbytes for p in clean.parameters()
+    )  # no buffer of the stage's in a file
     # two of four bits are not reached after three steps of rounding, so the answer moves by a little
     assert clean(batch(0, 9)).item() == pytest.approx(before, rel=0.2)
 
@@ -286,6 +290,10 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"row_pruning": technique({"r": group(["embed"], dense_ratio=0.5)})}, "embed finds embed, a Embedding, which row"),
     ({Q: technique({"w": group(["head"], start_bits=8, target_bits=8)}, quantize_groups=4)}, r"4 does not divide head"),
     ({"head_pruning": technique({"h": group(["head"], dense_ratio=0.5)}, num_heads=2)}, "num_heads 2 does not divide"),
+    (
+        {"row_pruning": technique({"r": group([r"blocks\.0\.0"], [["blocks"]], dense_ratio=0.5)})},
+        r"groups\.r: 1 layers are pruned, 2 are related: \['blocks\.0\.0', 'blocks\.0\.2'\]",
+    ),
     ({S: technique({"s": group(["(head"], dense_ratio=0.5)})}, r"'\(head' is no regular expression"),
 ]
 
@@ -296,6 +304,13 @@ def test_what_does_not_fit_the_model_leaves_it_as_it_is(section: dict[str, Any],
     with pytest.raises(ConfigError, match=said):
         init_compression(model, config(0, section))
     assert not layers(model)
+
+
+def test_every_technique_that_is_enabled_is_read() -> None:
+    section = load_config(config(), world_size=1).compression_training
+    assert [name for name in SECTION if section[name] is None] == []
+    assert section.weight_quantization.different_groups["more"].params.target_bits == 4
+    assert section.sparse_pruning.shared_parameters.schedule_offset == 2
 
 
 def test_what_finds_no_layer_and_what_has_no_effect_is_told() -> None:

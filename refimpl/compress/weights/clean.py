@@ -81,3 +81,13 @@ def _keep(layer: nn.Module, name: str, kept: Tensor, dim: int) -> int:
     else:
         setattr(layer, name, cut)
     return cut.shape[dim]
+
+
+def in_own_memory(model: nn.Module) -> None:
+    """New parameters for those that are views of a stage's buffers: a view keeps all of its buffer, in a file too."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if p.untyped_storage().nbytes() > p.nbytes:
+                new.setdefault(p, nn.Parameter(p.detach().clone(), p.requires_grad))
+                setattr(module, name, new[p])
