@@ -1,7 +1,7 @@
 """Numbers on a grid of few levels, with a gradient that passes as if they had not been rounded.
 
 Rounding is flat almost everywhere, so that its true derivative would stop all training. The straight-through estimator
-(Bengio et al. 2013, arXiv:1308.3432, section 4) calls it 1: forward computes with the rounded number, backward moves
+(Bengio et al. 2013, arXiv:1308.3432) calls it 1: forward computes with the rounded number, backward moves
 the one it was made of. Each row of x [groups, n] has its own scale:
 
     bits >= 3, symmetric    step = 2 max|x| / 2^bits, levels -2^(bits-1) .. 2^(bits-1) - 1; 0 is a level
