@@ -11,13 +11,40 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from refimpl.engine.build import Parts
+from refimpl.engine.curriculum import Told
 from refimpl.engine.dataloader import make_dataloader
 from refimpl.engine.names import DEEPSPEED_OPTIMIZERS
 from refimpl.engine.state import TrainingState
+from refimpl.optim.curriculum import CurriculumScheduler
+from refimpl.optim.layer_drop import ProgressiveLayerDrop
 
 
 class Asked(TrainingState):
     """The questions; an `Engine` answers them."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.told = Told(parts.config.progressive_layer_drop, parts.config.curriculum_learning)
+
+    # What the model is told.
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """What the configuration's `progressive_layer_drop` asks for; None where it does not."""
+        return self.told.drop
+
+    @property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
+        """What `curriculum_learning` asks for; its name in DeepSpeed, where data_efficiency has another."""
+        return self.told.curriculum
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that the last update's forward was told; None without `progressive_layer_drop`."""
+        if self.told.drop is None:
+            return None
+        self.told.at(self.global_steps)
+        return self.told.drop.get_theta()
 
     # The batch.
 

@@ -59,7 +59,7 @@ def scopes(model: nn.Module, config: CompressionTraining) -> Iterator[Scope]:
                     taken[layer] = name
                 others = [named(model, other, path) for other in related]
                 for names in others:
-                    if names and len(names) != len(layers):  # a BatchNorm, say, may be in no block of this model
+                    if names and layers and len(names) != len(layers):  # a model may be without a BatchNorm, say
                         raise ConfigError(f"{path}: {len(layers)} layers are pruned, {len(names)} are related: {names}")
                 yield Scope(path, method, technique, layers, others)
 

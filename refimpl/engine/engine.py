@@ -94,6 +94,8 @@ class Engine(Saved, ModuleState):
         inputs, kwargs = in_half(self.config, (inputs, kwargs))
         if self.training and not self._pending:  # a step's time begins at its first micro-batch
             self.tput_timer.start()
+        if self.module.training:
+            kwargs |= self.told.at(self.global_steps)
         counting = self.report.flops(self.module, self.global_steps, FORWARD)
         told = dtypes_told(self.config, inputs, kwargs)
         with self.report.time("fwd"), counting, autocast(self.config, self.device), told:

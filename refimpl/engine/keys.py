@@ -199,13 +199,6 @@ SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
         "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
         "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes model_info_path",
     ),
-    "progressive_layer_drop": (f"{NOT_HERE}: the model drops its layers itself", "enabled", [False], "theta gamma"),
-    "curriculum_learning": (
-        f"{NOT_HERE}: give initialize data in that order",
-        "enabled",
-        [False],
-        "curriculum_type min_difficulty max_difficulty schedule_type schedule_config",
-    ),
     "eigenvalue": (
         "not part of this project",
         "enabled",

@@ -65,6 +65,7 @@ class PipelineEngine(Engine):
             )
         self.train()
         self.group.ledger.reset()
+        self.told.at(self.global_steps)  # for who cuts the sequences: `curriculum_scheduler_legacy` says how long
         inputs, labels = self._micro_batches(data_iter, number)
         self.tput_timer.start()
         what = f"forward and backward of {number} micro-batches through this rank's stages"
@@ -221,6 +222,8 @@ def refuse_stage(parts: Parts) -> None:
     """ZeRO-2 and 3 cannot wait for the last micro-batch. Nor is a stage's forward run under autocast."""
     if parts.config.torch_autocast.enabled:
         raise NotImplementedError("torch_autocast.enabled: not with a pipeline: enable bf16 or fp16")
+    if parts.config.progressive_layer_drop.enabled:
+        raise NotImplementedError("progressive_layer_drop.enabled: not with a pipeline: its stages are told nothing")
     if (number := parts.config.zero_optimization.stage) > 1:
         raise NotImplementedError(
             f"ZeRO stage {number} with a pipeline: it would reduce, or gather, for every micro-batch; use stage 0 or 1"

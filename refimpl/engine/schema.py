@@ -13,6 +13,7 @@ from refimpl.engine import sections as section
 from refimpl.engine import values as value
 from refimpl.engine.compression import GradientCompression
 from refimpl.engine.compression_training import CompressionTraining
+from refimpl.engine.curriculum import Curriculum, LayerDrop
 from refimpl.engine.names import ONE_BIT
 from refimpl.engine.quote import quote
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -98,6 +99,12 @@ class DeepSpeedConfig(value.Section):
     )
     compression_training: CompressionTraining = Field(
         default_factory=CompressionTraining, description="what the model is trained to do without"
+    )
+    progressive_layer_drop: LayerDrop = Field(
+        default_factory=LayerDrop, description="layers that the model drops by and by"
+    )
+    curriculum_learning: Curriculum = Field(
+        default_factory=Curriculum, description="a difficulty that grows, such as the length of sequences"
     )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")

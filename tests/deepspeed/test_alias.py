@@ -113,7 +113,6 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
 def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
     import refimpl.deepspeed as deepspeed
     from refimpl.deepspeed.launcher.runner import parse_inclusion_exclusion
-    from refimpl.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
     from refimpl.deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
     from refimpl.deepspeed.runtime.utils import PartitionedTensor
     from refimpl.deepspeed.sequence.fpdt_layer import FPDT_FFN
@@ -123,7 +122,6 @@ def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
         (lambda: deepspeed.init_inference(None), "inference"),
         (lambda: deepspeed.zero.Init(remote_device="nvme"), "nvme.*offload_param"),
         (lambda: deepspeed.zero.Init(zero_quantized_weights=True), "zero_quantized_weights"),
-        (lambda: CurriculumScheduler({}), "give initialize data in that order"),
         (lambda: convert_to_random_ltd(None, None), "the model drops its tokens itself"),
         (lambda: FPDT_FFN(), r"deepspeed\.sequence\.layer shares a sequence"),
         (lambda: PartitionedTensor(None), "use PipelineEngine"),

@@ -13,6 +13,7 @@ import refimpl.engine
 from refimpl.compress.weights.layers import ORDER
 from refimpl.engine.answer import ALIASES, markdown, table
 from refimpl.engine.config import load_config
+from refimpl.engine.curriculum import Curriculum, ScheduleConfig
 from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.model.patterns.named import PATTERNS
@@ -316,7 +317,8 @@ def test_every_honoured_key_is_read_by_somebody() -> None:
     code = "\n".join(file.read_text() for file in folder.glob("*.py") if file.name not in declared)
     honoured = [p for p, key in KEYS.items() if key.verdict == "honoured" and ": " not in p and p not in ALIASES]
     code += "".join(f".{name}\n" for _, names in PATTERNS.values() for name in names.split())  # read by name
-    code += "".join(f".{name}\n" for name in ORDER)  # so, too
+    by_name = (*ORDER, *Curriculum.model_fields, *ScheduleConfig.model_fields)
+    code += "".join(f".{name}\n" for name in by_name)
     honoured = [p for p in honoured if not p.endswith("*")]  # a name of the user's
     assert [p for p in honoured if not re.search(rf"\.{p.rsplit('.', 1)[-1]}\b", code)] == []
 

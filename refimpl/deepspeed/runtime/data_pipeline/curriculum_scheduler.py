@@ -1,10 +1,5 @@
 """DeepSpeed: deepspeed/runtime/data_pipeline/curriculum_scheduler.py."""
 
-from refimpl.deepspeed.absent import absent
+from refimpl.optim.curriculum import CurriculumScheduler
 
 __all__ = ["CurriculumScheduler"]
-
-CurriculumScheduler = absent(
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler",
-    "a curriculum; give initialize data in that order",
-)
