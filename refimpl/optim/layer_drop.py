@@ -6,7 +6,7 @@ Zhang and He 2020, arXiv:2010.13369. The schedule alone: the model is told theta
 DeepSpeed's file: deepspeed/runtime/progressive_layer_drop.py, which it removed in 0.19.8.
 """
 
-import math
+import numpy as np
 
 
 class ProgressiveLayerDrop:
@@ -18,7 +18,7 @@ class ProgressiveLayerDrop:
 
     def update_state(self, global_step: int) -> None:
         """Go to theta(global_step)."""
-        self.current_theta = (1 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
+        self.current_theta = float((1 - self.theta) * np.exp(-self.gamma * global_step) + self.theta)  # bits as there
 
     def get_theta(self) -> float:
         return self.current_theta
