@@ -155,9 +155,14 @@ def plan(context: typer.Context) -> None:
 @app.command(context_settings=PASSED_ON)
 def deepspeed(context: typer.Context) -> None:
     """DeepSpeed's launcher: `refimpl deepspeed --num_gpus 2 train.py --its arguments` runs such a script unchanged."""
-    from refimpl.ranks.launcher import main as launch
+    from refimpl.ranks import launcher
 
-    launch(context.args)
+    if (asked := launcher.parser().parse_args(context.args)).autotuning:
+        from refimpl.cli import autotune
+
+        with refusing("refimpl deepspeed", ValueError):
+            autotune.run(asked, context.args)
+    launcher.main(context.args)
 
 
 @app.command()

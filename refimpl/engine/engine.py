@@ -34,6 +34,7 @@ from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.streams import sent
 from refimpl.engine import checkpoint
 from refimpl.engine.activations import checkpointer
+from refimpl.engine.autotuning import Trial
 from refimpl.engine.build import Parts
 from refimpl.engine.compressed import Clock
 from refimpl.engine.dataloader import RepeatingLoader
@@ -60,6 +61,7 @@ class Engine(Saved, ModuleState):
         self.device = self.group.device
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
+        self.trial = Trial(parts.config.autotuning, self.device, self.axes.world.rank)
         self.compressed = Clock(parts.model, parts.config.compression_training)
         self._tell_time()
 
@@ -162,6 +164,7 @@ class Engine(Saved, ModuleState):
         self.global_samples += samples
         self.tput_timer.stop(samples)
         self._tell_time()
+        self.trial.after_update(self.global_steps, self.global_samples)
         self.report.after_update(self.global_steps, self.global_samples, self.get_lr)
 
     def _backward_epilogue(self) -> None:

@@ -173,6 +173,18 @@ COMPRESSION: Mapping[str, tuple[str, Sequence[Any]]] = {
     },
 }
 
+# Read only with autotuning.enabled.
+TUNED: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
+    "fast": ("rejected", "stages and micro-batches are tried, and nothing else", [True]),
+    "mp_size": ("warned", "the ranks that share a sample follow from the file", [1]),
+    "exps_dir": ("warned", "a trial's files are in results_dir", [None]),
+    "tuner_type": ("warned", "micro-batches double while that pays", ["gridsearch"]),
+    **dict.fromkeys(
+        ("num_tuning_micro_batch_sizes", "model_info", "model_info_path", "min_train_batch_size"),
+        ("warned", "micro-batches double while that pays", [None]),
+    ),
+}
+
 # A section with a switch: the switch decides, its other keys are read only when it is on.
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
@@ -189,15 +201,6 @@ SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
         [False],
         "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
         "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
-    ),
-    "autotuning": (
-        f"{NOT_HERE}: `refimpl plan` predicts what a configuration needs",
-        "enabled",
-        [False],
-        "start_step start_profile_step end_step end_profile_step metric_path arg_mappings metric model_info "
-        "results_dir exps_dir overwrite fast tuner_type tuner_early_stopping tuner_num_trials mp_size "
-        "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
-        "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes model_info_path",
     ),
     "eigenvalue": (
         "not part of this project",
@@ -241,6 +244,8 @@ def not_honoured() -> list[Key]:
         rows.append(Key(f"tensor_parallel.{name}", verdict, reason, tuple(silent), needs=switch))
     for name, (verdict, reason, silent) in EXPERTS.items():
         rows.append(Key(f"expert_parallel.{name}", verdict, reason, tuple(silent), needs="expert_parallel.enabled"))
+    for name, (verdict, reason, silent) in TUNED.items():
+        rows.append(Key(f"autotuning.{name}", verdict, reason, tuple(silent), needs="autotuning.enabled"))
     for path, (reason, silent) in COMPRESSION.items():
         path = f"compression_training.{path}"
         rows.append(Key(path, "warned", reason, tuple(silent), needs=f"{path.rpartition('.')[0]}.enabled"))

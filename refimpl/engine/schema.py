@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from refimpl.engine import sections as section
 from refimpl.engine import values as value
+from refimpl.engine.autotuning import Autotuning
 from refimpl.engine.compression import GradientCompression
 from refimpl.engine.compression_training import CompressionTraining
 from refimpl.engine.curriculum import Curriculum, LayerDrop
@@ -111,6 +112,7 @@ class DeepSpeedConfig(value.Section):
     flops_profiler: section.FlopsProfiler = Field(
         default_factory=section.FlopsProfiler, description="FLOPs of one forward pass, by module"
     )
+    autotuning: Autotuning = Field(default_factory=Autotuning, description="what `--autotuning` of the launcher tries")
     comms_logger: section.CommsLogger = Field(
         default_factory=section.CommsLogger, description="latencies of collectives"
     )

@@ -19,7 +19,6 @@ HOSTFILE = "/job/hostfile"
 _HERE = ("localhost", "127.0.0.1")
 _REFUSED = {
     "no_python": "every rank is a Python program in which `deepspeed` means refimpl",
-    "autotuning": "`refimpl plan` finds layouts that fit, `refimpl bench` their speed",
     "elastic_training": "torchrun --nnodes MIN:MAX -m refimpl.as_deepspeed script.py restarts ranks that were lost",
     "force_multi": "no other machine is logged in to",
     "save_pid": "the launcher's pid is this process's",
@@ -46,8 +45,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--module", action="store_true", help="the script is a module, as in `python -m`")
     options.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     options.add_argument("--enable_each_rank_log", default="None", help="a folder for what each rank prints")
+    options.add_argument("--autotuning", default="", help="tune or run: try what the file allows; run the best")
     for name, why in _REFUSED.items():
-        taken = {"default": ""} if name in ("autotuning", "venv_script") else {"action": "store_true"}
+        taken = {"default": ""} if name == "venv_script" else {"action": "store_true"}
         options.add_argument(f"--{name}", help=f"refused: {why}", **taken)  # type: ignore[arg-type]
     for name in ("launcher", "launcher_args", "ssh_port", "log_level", "bind_core_list"):
         options.add_argument(f"--{name}", help="without effect here")
@@ -134,6 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             file=sys.stderr,
         )
     try:
+        if asked.autotuning:
+            raise ValueError("--autotuning is `refimpl deepspeed`'s: start that")
         command, gpus = torchrun(asked)
         if not (asked.module or Path(asked.user_script).exists()):
             raise ValueError(f"{asked.user_script}: no such script (a module is run with --module)")

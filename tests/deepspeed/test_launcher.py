@@ -109,7 +109,6 @@ def test_each_of_several_machines_is_told_its_place(tmp_path: Path, monkeypatch:
         ("-i localhost:0,0", "leaves \\[0, 0\\] of 1 GPUs"),
         ("-e localhost:0", "--exclude 'localhost:0' leaves \\[\\] of 1 GPUs"),
         ("-i localhost:x", "write this machine's GPUs"),
-        ("--autotuning tune", "--autotuning is not offered: `refimpl plan`"),
         ("--no_python", "--no_python is not offered"),
     ],
 )
@@ -124,6 +123,9 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--num_nodes", "2", "train.py"])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("refimpl deepspeed: 2 machines")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--autotuning", "tune", "train.py"])
+    assert capsys.readouterr().err == "refimpl deepspeed: --autotuning is `refimpl deepspeed`'s: start that\n"
     with pytest.raises(SystemExit, match="2"):
         main(["--num_gpus", "2", "nowhere.py"])
     (line,) = capsys.readouterr().err.splitlines()
