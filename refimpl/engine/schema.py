@@ -95,6 +95,9 @@ class DeepSpeedConfig(value.Section):
     sparse_attention: section.SparseAttention | None = Field(
         default=None, description="which blocks of keys the model's attention reads"
     )
+    elasticity: section.Elasticity | None = Field(
+        default=None, description="one batch for many numbers of ranks; the three sizes are not given then"
+    )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
     flops_profiler: section.FlopsProfiler = Field(

@@ -111,6 +111,8 @@ def test_each_of_several_machines_is_told_its_place(tmp_path: Path, monkeypatch:
         ("-i localhost:x", "write this machine's GPUs"),
         ("--autotuning tune", "--autotuning is not offered: `refimpl plan`"),
         ("--no_python", "--no_python is not offered"),
+        ("--elastic_training --min_elastic_nodes 1 --max_elastic_nodes 2", r"--elastic_training .*: torchrun --nnodes"),
+        ("--max_elastic_nodes 2", "--max_elastic_nodes is not offered: torchrun --nnodes MIN:MAX"),
     ],
 )
 def test_what_is_not_offered_is_told(line: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
