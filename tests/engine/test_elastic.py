@@ -25,6 +25,7 @@ from refimpl.engine.elasticity import (
     shared,
 )
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.sections import Elasticity
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
 
@@ -96,6 +97,13 @@ def test_every_number_shares_the_batch_and_none_is_outside(
     for n in {n for n in range(1, 130) if low <= n * node <= low + 100} - machines:
         with pytest.raises(ElasticityIncompatibleWorldSize):
             found.triple(n * node // together)
+
+
+def test_a_machine_is_not_cut_to_meet_a_bound() -> None:
+    """12 ranks at least are two machines of 8: DeepSpeed counts one, which is too few."""
+    machines = {"version": 0.2, "num_gpus_per_node": 8, "max_train_batch_size": 96, "min_gpus": 12, "max_gpus": 40}
+    found = shared(Elasticity(**TWELVE | machines))
+    assert (found.batch, found.ranks) == (96, (16, 24, 32))
 
 
 def section(**changed: Any) -> dict[str, Any]:
