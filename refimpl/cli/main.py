@@ -166,6 +166,18 @@ def deepspeed(context: typer.Context) -> None:
 
 
 @app.command()
+def elastic(
+    config: Annotated[Path, typer.Option("--config", "-c", help="DeepSpeed JSON with a section `elasticity`.")],
+    world_size: Annotated[int, typer.Option("--world-size", "-w", help="Data-parallel ranks. Default: any.")] = 0,
+) -> None:
+    """DeepSpeed's ds_elastic: the batch that a JSON's `elasticity` chooses, and the numbers of ranks that share it."""
+    from refimpl.cli import elastic
+
+    with refusing("refimpl elastic", ValueError):
+        elastic.run(config, world_size)
+
+
+@app.command()
 def quiz(
     topic: Annotated[str | None, typer.Option(help="One topic, such as zero or communication. Default: all.")] = None,
     level: Annotated[str | None, typer.Option(help="junior, mid, senior or staff. Default: all.")] = None,

@@ -5,6 +5,7 @@
     deepspeed.zero.TiledLinear                          zero/tiled.py
     deepspeed.checkpointing.configure, .checkpoint      runtime/activation_checkpointing/checkpointing.py
     deepspeed.comm                                      collectives, torch.distributed's
+    deepspeed.elasticity                                one batch for many numbers of ranks
     deepspeed.ops.adam, .adagrad, .lion                 optimizers by DeepSpeed's names
     deepspeed.utils                                     safe_get_full_fp32_param and its kin, logger, leaf modules
     deepspeed.accelerator.get_accelerator()             the device of this rank
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl.as_deepspeed import VERSION
-from refimpl.deepspeed import accelerator, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils
+from refimpl.deepspeed import accelerator, checkpoint, comm, elasticity, launcher, moe, ops, pipe, runtime, utils
 from refimpl.deepspeed.absent import absent
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.comm import init_distributed
@@ -66,6 +67,7 @@ __all__ = [
     "checkpoint",
     "checkpointing",
     "comm",
+    "elasticity",
     "get_accelerator",
     "init_distributed",
     "init_inference",

@@ -64,6 +64,10 @@ class Asked(TrainingState):
         """The three above. (DeepSpeed returns its three methods.)"""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
+    def elasticity_enabled(self) -> bool:
+        """Whether the section `elasticity` has chosen them."""
+        return self.config.elasticity is not None
+
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of an optimizer step by the number of micro-batches. ValueError if that is not whole."""
         once = self.train_micro_batch_size_per_gpu() * self.axes.feeds

@@ -1,8 +1,8 @@
 """A DeepSpeed JSON file becomes one frozen, fully resolved `DeepSpeedConfig`.
 
 Steps: every key gets one of three answers (`keys`, `names`, `answer`), every "auto" a value (`auto`), the batch
-triple is completed (`batch`), and pydantic checks types and ranges (`schema`). Nothing that was asked for is dropped
-in silence. DeepSpeed's file: deepspeed/runtime/config.py.
+triple is chosen (`elasticity`) or completed (`batch`), and pydantic checks types and ranges (`schema`). Nothing that
+was asked for is dropped in silence. DeepSpeed's file: deepspeed/runtime/config.py.
 """
 
 import warnings
@@ -17,9 +17,10 @@ from refimpl.engine import arguments
 from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
+from refimpl.engine.elasticity import with_batch
 from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.names import optimizer_named, schedule_named
-from refimpl.engine.quote import quote
+from refimpl.engine.quote import quote, readable
 from refimpl.engine.read import raw_config
 from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.engine.sections import OffloadParam
@@ -46,7 +47,8 @@ def load_config(
     if rank == 0:
         for note in notes:
             warnings.warn(note, ConfigWarning, stacklevel=2)
-    values = complete(resolve(values, model=model, given=auto or {}), world_size)
+    values = with_batch(resolve(values, model=model, given=auto or {}), world_size)
+    values = complete(values, world_size)
     problems = _wrong_arguments(values)
     try:
         settings = _whole_parameters_stay(DeepSpeedConfig.model_validate(values), rank)
@@ -115,13 +117,3 @@ def _other_clipping(raw: Mapping[str, Any], bound: float) -> list[str]:
         f"optimizer.params.max_grad_norm = {quote(asked)}: no optimizer clips here, the engine does, at "
         f"gradient_clipping = {bound:g}: set that key instead"
     ]
-
-
-def readable(error: ValidationError, prefix: str = "") -> list[str]:
-    """One line a wrong value: full path, `prefix` in front, what is wrong, what was given."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        path = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{prefix}{path}: {message}; got {quote(problem['input'])}" if path else message)
-    return lines

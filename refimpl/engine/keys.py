@@ -195,13 +195,6 @@ SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
         "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
     "trackio": (f"{NOT_HERE}: use csv_monitor, tensorboard or wandb", "enabled", [False], "project"),
-    "elasticity": (
-        f"{NOT_HERE}: a checkpoint goes on at any number of ranks; set the batch sizes anew",
-        "enabled",
-        [False],
-        "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
-        "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
-    ),
     "eigenvalue": (
         "not part of this project",
         "enabled",
@@ -249,6 +242,8 @@ def not_honoured() -> list[Key]:
     for path, (reason, silent) in COMPRESSION.items():
         path = f"compression_training.{path}"
         rows.append(Key(path, "warned", reason, tuple(silent), needs=f"{path.rpartition('.')[0]}.enabled"))
+    waits = "a scheduler's: nothing here waits so many minutes before ranks are added or taken away"
+    rows.append(Key("elasticity.min_time", "warned", waits, (0,), needs="elasticity.enabled"))
     rows += [Key(path, "rejected", reason, (None, False, {})) for path, reason in OPEN.items()]
     for path, (reason, switch, off, others) in SWITCHED.items():
         rows.append(Key(path, "rejected", reason, (None, False)))

@@ -64,6 +64,9 @@ def check_layout(config: DeepSpeedConfig, axes: Axes, own_stages: bool) -> None:
     wrong = [(key, size, there) for key, (size, there) in asked.items() if (size or 1) > 1 and size != there]
     if config.data_parallel_size not in (None, axes.feeds):
         wrong.append(("data_parallel_size", config.data_parallel_size, axes.feeds))
+    together = axes.world.size // axes.feeds
+    if config.elasticity is not None and config.elasticity.model_parallel_size != together:
+        wrong.append(("elasticity.model_parallel_size", config.elasticity.model_parallel_size, together))
     if (shard := config.zero_optimization.mics_shard_size) > 0 and shard != axes.shards.size:
         wrong.append(("zero_optimization.mics_shard_size", shard, axes.shards.size))
     if wrong:

@@ -107,6 +107,9 @@ class DeepSpeedConfig(value.Section):
     curriculum_learning: Curriculum = Field(
         default_factory=Curriculum, description="a difficulty that grows, such as the length of sequences"
     )
+    elasticity: section.Elasticity | None = Field(
+        default=None, description="one batch for many numbers of ranks; the three sizes are not given then"
+    )
     pipeline: section.Pipeline = Field(default_factory=section.Pipeline, description="ranks that share the layers")
     checkpoint: section.Checkpoint = Field(default_factory=section.Checkpoint, description="checks of checkpoints")
     flops_profiler: section.FlopsProfiler = Field(

@@ -7,10 +7,10 @@ DeepSpeed's files: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/
 """
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from refimpl.engine.values import (
     Count,
@@ -280,6 +280,46 @@ class Pipeline(Section):
     activation_checkpoint_interval: int = Field(
         default=0, ge=0, description="layers of a PipelineModule recomputed together; 0: as the module was told"
     )
+
+
+class Elasticity(Section):
+    """One batch for many numbers of ranks; `refimpl.engine.elasticity` reads it. Not read where it is off."""
+
+    enabled: bool = Field(default=False, description="choose the batch that the most numbers of ranks share")
+    max_train_batch_size: Positive = Field(description="the batch is at most this")
+    micro_batch_sizes: Annotated[list[Positive], Field(min_length=1)] = Field(
+        description="train_micro_batch_size_per_gpu is one of these, the largest that fits"
+    )
+    min_gpus: Positive = Field(default=1, description="ranks, at least")
+    max_gpus: Positive = Field(default=10_000, description="ranks, at most")
+    prefer_larger_batch: bool = Field(
+        default=True, description="of two batches that as many numbers share the larger; false: the smaller"
+    )
+    version: Number = Field(default=0.2, description="0.1: ranks one by one; 0.2: whole machines")
+    num_gpus_per_node: Positive = Field(default=1, description="version 0.2: ranks of a machine")
+    model_parallel_size: Positive = Field(default=1, description="version 0.2: ranks that share a model, and its data")
+    ignore_non_elastic_batch_info: bool = Field(
+        default=False, description="sizes of batches that stand outside this section have no effect; false: an error"
+    )
+
+    @model_validator(mode="after")
+    def check_together(self) -> Self:
+        """What DeepSpeed refuses, by name."""
+        if self.version not in (0.1, 0.2):
+            raise ValueError(f"elasticity.version = {self.version:g}: must be 0.1 or 0.2")
+        if self.max_gpus < self.min_gpus:
+            raise ValueError(f"elasticity.max_gpus = {self.max_gpus}: less than min_gpus = {self.min_gpus}")
+        if self.version == 0.1 and self.model_parallel_size > 1:
+            raise ValueError(
+                f"elasticity.model_parallel_size = {self.model_parallel_size}: version 0.1 has none; set "
+                "elasticity.version to 0.2"
+            )
+        if self.version == 0.2 and self.num_gpus_per_node % self.model_parallel_size:
+            raise ValueError(
+                f"elasticity.num_gpus_per_node = {self.num_gpus_per_node}: must be a multiple of model_parallel_size = "
+                f"{self.model_parallel_size}"
+            )
+        return self
 
 
 class Checkpoint(Section):

@@ -17,13 +17,17 @@ import torch
 
 HOSTFILE = "/job/hostfile"
 _HERE = ("localhost", "127.0.0.1")
+_AGENT = "torchrun --nnodes MIN:MAX -m refimpl.as_deepspeed script.py restarts ranks that were lost"
 _REFUSED = {
     "no_python": "every rank is a Python program in which `deepspeed` means refimpl",
-    "elastic_training": "torchrun --nnodes MIN:MAX -m refimpl.as_deepspeed script.py restarts ranks that were lost",
+    "elastic_training": _AGENT,
+    "min_elastic_nodes": _AGENT,
+    "max_elastic_nodes": _AGENT,
     "force_multi": "no other machine is logged in to",
     "save_pid": "the launcher's pid is this process's",
     "venv_script": "start refimpl from that environment",
 }
+_WITH_A_VALUE = ("venv_script", "min_elastic_nodes", "max_elastic_nodes")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--enable_each_rank_log", default="None", help="a folder for what each rank prints")
     options.add_argument("--autotuning", default="", help="tune or run: try what the file allows; run the best")
     for name, why in _REFUSED.items():
-        taken = {"default": ""} if name == "venv_script" else {"action": "store_true"}
+        taken = {"default": ""} if name in _WITH_A_VALUE else {"action": "store_true"}
         options.add_argument(f"--{name}", help=f"refused: {why}", **taken)  # type: ignore[arg-type]
     for name in ("launcher", "launcher_args", "ssh_port", "log_level", "bind_core_list"):
         options.add_argument(f"--{name}", help="without effect here")

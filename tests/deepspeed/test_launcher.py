@@ -110,6 +110,8 @@ def test_each_of_several_machines_is_told_its_place(tmp_path: Path, monkeypatch:
         ("-e localhost:0", "--exclude 'localhost:0' leaves \\[\\] of 1 GPUs"),
         ("-i localhost:x", "write this machine's GPUs"),
         ("--no_python", "--no_python is not offered"),
+        ("--elastic_training --min_elastic_nodes 1 --max_elastic_nodes 2", r"--elastic_training .*: torchrun --nnodes"),
+        ("--max_elastic_nodes 2", "--max_elastic_nodes is not offered: torchrun --nnodes MIN:MAX"),
     ],
 )
 def test_what_is_not_offered_is_told(line: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,11 +162,22 @@ ASKED: dict[str, Any] = {
     "sparse_attention.global_block_end_indices": [1, 7],
     "sparse_attention.num_sliding_window_blocks": 5,
     "elasticity.enabled": True,
+    "elasticity.max_train_batch_size": 48,
+    "elasticity.micro_batch_sizes": [1, 3],
+    "elasticity.min_gpus": 2,
+    "elasticity.max_gpus": 4,
+    "elasticity.prefer_larger_batch": False,
+    "elasticity.version": 0.1,
+    "elasticity.num_gpus_per_node": 2,
+    "elasticity.model_parallel_size": 2,
+    "elasticity.ignore_non_elastic_batch_info": True,
+    "elasticity.min_time": 20,
     "autotuning.enabled": True,
     "eigenvalue.enabled": True,
     "quantize_training": {"enabled": True},
     "hybrid_engine.enabled": True,
 }
+ELASTIC = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [1, 2], "num_gpus_per_node": 2}
 # Keys that count only together with another one.
 ALONGSIDE = (
     "offload_optimizer: buffer_count pipeline_read pipeline_write ratio",
@@ -201,6 +212,8 @@ def load(config: dict[str, Any]) -> tuple[DeepSpeedConfig, list[str]]:
 @pytest.mark.parametrize("path", ASKED)
 def test_every_key_gets_one_of_three_answers(path: str) -> None:
     config = nested(path, copy.deepcopy(ASKED[path]))
+    if "elasticity" in config:  # chooses the batch
+        config = {"elasticity": ELASTIC | config["elasticity"]}
     verdict = KEYS[path].verdict
     if verdict == "rejected":
         with pytest.raises(ConfigError, match=re.escape(path)):

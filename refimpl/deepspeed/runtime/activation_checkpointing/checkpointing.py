@@ -25,7 +25,7 @@ from refimpl.deepspeed.runtime.config import DeepSpeedConfig
 from refimpl.deepspeed.utils.groups import laid_out
 from refimpl.engine import schema
 from refimpl.engine.activations import checkpointer
-from refimpl.engine.config import readable
+from refimpl.engine.quote import readable
 from refimpl.engine.sections import ActivationCheckpointing
 from refimpl.ranks.settings import forget_groups
 
