@@ -7,6 +7,7 @@ The folders and files are DeepSpeed's (deepspeed/autotuning/scheduler.py). What 
 """
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from refimpl.engine.keys import ConfigError
 from refimpl.engine.read import raw_config
 
 FLAGS = ("--deepspeed_config", "--deepspeed")  # what a script's configuration follows
+ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Interrupt)\b.*)")
 MAPPED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -119,6 +121,13 @@ class Trials:
             with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as error:
                 subprocess.run(command, stdout=out, stderr=error, check=False)
         return json.loads(metrics.read_text(encoding="utf-8")) if metrics.is_file() else None
+
+    def why(self, candidate: Candidate) -> str:
+        """Of a trial without a result: the last error that a rank named, and where the rest stands."""
+        log = self.folder / candidate.name / "stderr.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        named = [found[1] for line in lines if (found := ERROR.match(line)) and "ChildFailed" not in line]
+        return f"failed: {named[-1] if named else 'no error is named'} ({log})"
 
     def settle(self, search: Search, best: Candidate) -> list[str]:
         """Write what was found. -> the command line of the best."""

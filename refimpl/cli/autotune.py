@@ -32,10 +32,11 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> NoReturn:
     def measure(candidate: Candidate) -> Metrics | None:
         with console.status(f"{candidate.name} ..."):
             found = trials.measure(candidate)
-        speed = f"failed: see {trials.folder / candidate.name / 'stderr.log'}"
-        if found is not None:
-            speed = f"{found['throughput']:.1f} samples a second, {found['latency']:.1f} ms a step"
-        console.print(f"{candidate.name}: {speed}", highlight=False, soft_wrap=True)
+        if found is None:
+            said = trials.why(candidate)
+        else:
+            said = f"{found['throughput']:.1f} samples a second, {found['latency']:.1f} ms a step"
+        console.print(f"{candidate.name}: {said}", highlight=False, soft_wrap=True)
         return found
 
     search = Search(trials.asked, measure)
