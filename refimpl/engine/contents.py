@@ -25,6 +25,7 @@ from refimpl.engine.whole import joined, portions
 from refimpl.optim.travelling import MASK
 from refimpl.zero.counted import counted
 from refimpl.zero.portable import parts, place_of
+from refimpl.zero.saved import named_tensors
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
 
@@ -41,7 +42,7 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
     """What this rank and its replicas have of the whole model."""
     stage, module, saved = engine.stage, engine.module, engine.saved_name
     left_out = {saved(name) for name in frozen_names(module)} if exclude_frozen else set()
-    elsewhere, split, kept = counted_elsewhere(engine), portions(engine), module.state_dict(keep_vars=True).keys()
+    elsewhere, split, kept = counted_elsewhere(engine), portions(engine), named_tensors(module).keys()
     alone = engine.axes.model.size == engine.axes.expert.size == 1
     parameters: dict[str, Any] = {}
     for p, name in stage.names.items():

@@ -79,9 +79,11 @@ def load(
         warnings.warn(f"{load_dir} has no checkpoint: no file `latest`; nothing is loaded{hint}", stacklevel=3)
         return None, None
     with Folder(*found) as folder:
-        here = engine.axes.model.all_gather_object(
-            [engine.saved_name(n) for n in engine.module.state_dict(keep_vars=True)]
-        )
+        names = {  # a state_dict of its own need not name every parameter
+            *engine.module.state_dict(keep_vars=True),
+            *dict(engine.module.named_parameters(remove_duplicate=False)),
+        }
+        here = engine.axes.model.all_gather_object([engine.saved_name(name) for name in names])
         known = {name for part in engine.axes.expert.all_gather_object(here) for names in part for name in names}
         client_state = together(engine.axes.world, lambda: check(engine, folder, wanted, known))
         go_on(engine, folder, wanted)

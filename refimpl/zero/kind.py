@@ -54,6 +54,7 @@ class Kind:
                 "as copies of the weights, which no stage can cut: build the stage first, then load the state"
             )
         self.born_with_state = bool(made)  # made by its constructor (Adagrad)
+        self.born_with_tensors = any(isinstance(value, Tensor) for state in made for value in state.values())
 
     def tried(self, optimizer: optim.Optimizer) -> str:
         """What the optimizer does not do alike on a part of a parameter; "" for nothing."""

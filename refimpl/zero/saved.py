@@ -16,6 +16,17 @@ from refimpl.zero.parameter import Hook
 from refimpl.zero.unit import unit_of, whole
 
 
+def named_tensors(model: nn.Module) -> dict[str, Any]:
+    """What `model.state_dict(keep_vars=True)` has, and behind it the parameters that it does not name.
+
+    A `state_dict` of the model's own may leave some out, to be saved elsewhere: TRL's value head over a PEFT model
+    names the head alone. A checkpoint, and what DeepSpeed consolidates in stage 3, have every parameter.
+    """
+    state = model.state_dict(keep_vars=True)
+    named = {id(tensor) for tensor in state.values()}
+    return {**state, **{n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in named}}
+
+
 class StateDicts:
     """Hooks on each of `modules` that has sharded parameters of its own.
 

@@ -131,7 +131,8 @@ class Slices(ByPart):
         """Add params to the optimizer's group.
 
         Where state is made by the constructor (Adagrad), a new one makes it. What the first one noted of a whole
-        parameter beside tensors (APOLLO's seeds, which count all groups' parameters) stays as it was.
+        parameter beside tensors (APOLLO's seeds, which count all groups' parameters) stays as it was; where that is
+        all, none is made: LLaMA-Factory's Muon, which takes its rate first, notes which parameters are its own.
         """
         assert self.optimizer is not None
         group = self.optimizer.param_groups[index]
@@ -140,8 +141,10 @@ class Slices(ByPart):
         if not self.kind.asks_once:  # it may go by their places, as they were given
             group["params"].sort(key=lambda p: self._place.get(whole[id(p)], len(self._place)))
         if self.kind.born_with_state:
-            twin = self.kind.twin(self.optimizer, index, params)
-            self.optimizer.state.update({p: twin.state[p] | self._told.get(whole[id(p)], {}) for p in params})
+            noted = {p: self._told.get(whole[id(p)], {}) for p in params}
+            known = all(noted.values()) and not self.kind.born_with_tensors
+            made = {} if known else self.kind.twin(self.optimizer, index, params).state
+            self.optimizer.state.update({p: made.get(p, {}) | noted[p] for p in params})
 
     def hand_out(
         self, bucket: Bucket, grad: Tensor, factor: float, left_alone: set[nn.Parameter], start: int, end: int

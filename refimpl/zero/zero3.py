@@ -25,7 +25,7 @@ from refimpl.zero.owners import joined, leaves, owners
 from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
 from refimpl.zero.plus import Plus
-from refimpl.zero.saved import StateDicts
+from refimpl.zero.saved import StateDicts, named_tensors
 from refimpl.zero.stage import Stage
 from refimpl.zero.start import share
 from refimpl.zero.unit import Unit, unit_of, whole
@@ -140,6 +140,7 @@ class Zero3(Stage):
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit.
 
         Each tensor has memory of its own: accelerate takes weights that share some for tied, and saves one of them.
+        All parameters are there, as in DeepSpeed, also those that a `state_dict` of the model's own leaves out.
         """
         self.catch_up()
         self.update.refuse_torn()
@@ -152,7 +153,7 @@ class Zero3(Stage):
         if not self.speaks():
             return None
         with self.state_dicts.pause():  # nothing may be gathered by this rank alone
-            state = self.model.state_dict(keep_vars=True)
+            state = named_tensors(self.model)
         copies |= {t: t.detach().to("cpu", copy=True) for t in state.values() if t not in copies}
         return {name: copies[t] for name, t in state.items()}
 

@@ -208,6 +208,33 @@ def test_a_16bit_model_without_frozen_weights(tmp_path: Path) -> None:
     assert Net().state_dict().keys() - load_file(tmp_path / "m.safetensors").keys() == FROZEN
 
 
+class Quiet(Net):
+    """Its state_dict names one layer alone, as that of TRL's value head over a PEFT model does."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {f"into.{name}": w for name, w in self.into.state_dict(*args, **kwargs).items()}
+
+
+def unnamed(stage: int, folder: Path) -> None:
+    engine, again = (refimpl.initialize(model=Quiet(seed), config=settings(stage))[0] for seed in (0, 9))
+    train(engine, range(2))
+    engine.save_checkpoint(folder)
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    if engine.group.rank == 0:
+        saved = in_folder(folder / "global_step2")
+        assert saved.keys() == {engine.stage.names[p] for p in engine.module.parameters()}
+        assert whole.keys() == (saved.keys() if stage == 3 else {"into.weight", "into.bias"})
+        assert same({name: saved[name] for name in whole}, whole)
+    again.load_checkpoint(folder)
+    assert train(again, range(2, 5)) == train(engine, range(2, 5))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_that_the_model_does_not_name(stage: int, tmp_path: Path) -> None:
+    """A checkpoint has them all, as do in stage 3 the whole weights that Hugging Face's libraries save."""
+    worlds.run(unnamed, stage, tmp_path, ranks=2)
+
+
 class Grown(Net):
     """One layer more than was saved."""
 

@@ -165,6 +165,17 @@ class Numbering(Descent):
         return grad / grad.norm() / self.state[p]["seed"]
 
 
+class RateFirst(Numbering):
+    """As LLaMA-Factory's Muon: its first argument is not the parameters, so that nobody else can make another."""
+
+    def __init__(self, lr: float, its_own: Any) -> None:
+        super().__init__(its_own, lr)
+
+
+def rate_first(params: Any, lr: float = 0.1) -> RateFirst:
+    return RateFirst(lr, params)
+
+
 class Sharing(Descent):
     """As Keller Jordan's Muon: each rank steps some of the parameters, and gets the others from who stepped them."""
 
@@ -332,17 +343,16 @@ def alone(kind: Callable[..., Any], ranks: int) -> list[Tensor]:
     return [w.detach() for w in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, Numbering, Sharing, optim.Adafactor])
+@pytest.mark.parametrize("kind", [OfNorms, OfPlaces, Numbering, rate_first, Sharing, optim.Adafactor])
 def test_what_needs_whole_parameters_has_them_at_stage_0_and_is_refused_behind_it(kind: Callable[..., Any]) -> None:
     """accelerate and transformers allow every optimizer: that alone must not have it cut."""
     expected = alone(kind, 2)
     for weights in run(allowed, "ddp", kind, ranks=2):
         for found, right in zip(weights, expected, strict=True):
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+    name = {"rate_first": "RateFirst"}.get(kind.__name__, kind.__name__)
     for stage in ("zero1", "zero2", "zero3"):
-        with pytest.raises(
-            Exception, match=rf"{kind.__name__} is allowed \(zero_allow_untested_optimizer\), but did not pass"
-        ):
+        with pytest.raises(Exception, match=rf"{name} is allowed \(zero_allow_untested_optimizer\), but did not pass"):
             run(allowed, stage, kind, ranks=2)
 
 
