@@ -209,7 +209,8 @@ class Board:
     def standings(self) -> str:
         """The last call of each rank of this group, a line each."""
         channel = self.channel()
-        return "".join(f"\n  rank {rank}: {channel.last(i)}" for i, rank in enumerate(self.ranks)) if channel else ""
+        head = "\nThe last call of each rank of this group:"
+        return head + "".join(f"\n  rank {r}: {channel.last(i)}" for i, r in enumerate(self.ranks)) if channel else ""
 
     def _text(self, channel: Channel, members: tuple[int, ...], number: int) -> str:
         ranks = [self.ranks[member] for member in members] or self.ranks
