@@ -12,6 +12,7 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -136,10 +137,11 @@ class Zero3(Stage):
         super().put_weights(bucket, flat)
         self.plus.forget()
 
-    def full_state_dict(self) -> dict[str, Tensor] | None:
+    def full_state_dict(self) -> dict[str, Any] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit.
 
         Each tensor has memory of its own: accelerate takes weights that share some for tied, and saves one of them.
+        What a module's `get_extra_state` gives may be no tensor, and is a copy too.
         """
         self.catch_up()
         self.update.refuse_torn()
@@ -153,8 +155,9 @@ class Zero3(Stage):
             return None
         with self.state_dicts.pause():  # nothing may be gathered by this rank alone
             state = self.model.state_dict(keep_vars=True)
-        copies |= {t: t.detach().to("cpu", copy=True) for t in state.values() if t not in copies}
-        return {name: copies[t] for name, t in state.items()}
+        others = {t for t in state.values() if isinstance(t, Tensor)} - copies.keys()
+        copies |= {t: t.detach().to("cpu", copy=True) for t in others}
+        return {name: copies[t] if isinstance(t, Tensor) else deepcopy(t) for name, t in state.items()}
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {
