@@ -85,7 +85,7 @@ class Zero3(Stage):
     def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         """It gathers, so all ranks must call it: one that does alone is told, and the others with it."""
         super().before_state_dict(model, prefix, keep_vars)
-        if not keep_vars and not all(unit.held for unit in self.units):
+        if not (keep_vars or self.state_dicts.names_alone) and not all(unit.held for unit in self.units):
             self.path.begin("a state_dict of the model")
             self.state_dicts.is_told = True
 

@@ -22,6 +22,7 @@ from refimpl.launch import RankError, World, run
 from refimpl.ranks.lost import RankLost
 from refimpl.ranks.register import Register
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.init import GatheredParameters
 from refimpl.zero.order import RankDivergence, RollCall, Standing, parted, stuck
 from refimpl.zero.path import Outline
 from refimpl.zero.stage import Stage
@@ -302,6 +303,30 @@ def test_a_rank_that_saves_alone_says_whom_it_waits_for() -> None:
     assert f"{__file__}:" in told
     assert "call it on all of them" in told
     assert "\n  rank 1: " in told
+
+
+def names_alone() -> list[str]:
+    """A state dict of rank 0 alone, where names are all that is asked; then one in a block with whole weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REFIMPL_STATE_DICT", "names")
+        stage = built()
+    train(stage)
+    named = stage.model.state_dict() if dist.get_rank() == 0 else {}
+    for name, p in named.items():
+        assert p.shape == stage.model.get_parameter(name).shape
+        with pytest.raises(RuntimeError, match=f"parameter {re.escape(name)}: .* needs its values"):
+            p.sum()
+    with GatheredParameters(list(stage.model.parameters())):
+        inside = stage.model.state_dict()
+    whole = stage.full_state_dict() or {}
+    assert all(torch.equal(inside[name], w) for name, w in whole.items())
+    return [*named, *whole]
+
+
+def test_where_names_are_all_that_is_asked_one_rank_alone_may_ask() -> None:
+    first, *others = run(names_alone, ranks=2)
+    assert first[: len(first) // 2] == first[len(first) // 2 :] == [*Chain(EQUAL, False).state_dict()]
+    assert others == [[]]
 
 
 def copy_alone(how: str) -> str:
