@@ -249,6 +249,9 @@ def test_what_megatron_imports_before_it_trains(capsys: pytest.CaptureFixture[st
     (tmp_path / "hosts").write_text("a slots=2\n")
     assert runner.fetch_hostfile(tmp_path / "hosts") == {"a": 2}
     assert (runner.DLTS_HOSTFILE, runner.EXPORT_ENVS) == ("/job/hostfile", [])
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=0\n")
+    with pytest.raises(ValueError, match="line 2: 'b slots=0' has no slot"):
+        runner.fetch_hostfile(tmp_path / "hosts")
 
 
 def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
