@@ -236,6 +236,14 @@ def caller() -> str:
     return f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
+def stacklevel() -> int:
+    """For `warnings.warn` in the function that asks: that line, whoever of ours is in between."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and _is_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 @cache
 def _is_library(file: str) -> bool:
     return hang.in_stdlib(file) or file.startswith((hang.REFIMPL, hang.TORCH, "<string>"))
