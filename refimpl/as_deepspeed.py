@@ -12,6 +12,7 @@ other processes do not see it.
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
@@ -128,6 +129,7 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments == ["-m"]:
         raise SystemExit("usage: python -m refimpl.as_deepspeed [-m] script.py [arguments of the script]")
     alias_deepspeed(force=True)
+    os.environ.setdefault("REFIMPL_STATE_DICT", "names")  # what rank 0 of its scripts asks for alone
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from refimpl import launch
 from refimpl.ranks.server import PRELOAD
@@ -45,6 +46,16 @@ def _ranks_that_stay() -> Iterator[None]:
     yield
     if "worlds" in sys.modules:
         sys.modules["worlds"].worlds().stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """Of this process, in which `deepspeed.initialize` makes a world of one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")

@@ -80,10 +80,10 @@ class Agreed:
 
     def is_late(self, waited: float) -> None:
         """Say so, to the reader of a job that seems to hang."""
-        did = f" The last call of each rank of this group:{self.board.standings()}" if self.board else ""
+        did = self.board.standings() if self.board else ""
         print(
             f"rank {self.rank} has waited {waited:.0f} s for other ranks in {self.text}. Are they slow, or did they go "
-            f"another way?{did}",
+            f"another way? It needs every rank.{did}",
             file=sys.stderr,
             flush=True,
         )
@@ -98,7 +98,7 @@ class Agreed:
             did = self.board.standings() if self.board else ""
             raise RankLost(
                 f"rank {self.rank} waits in vain in {self.text}: {who_left(self.register)}. The library says: {reason}."
-                + (f"\nThe last call of each rank of this group:{did}" if did else "")
+                + did
             ) from None
 
 

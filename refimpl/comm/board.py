@@ -209,7 +209,8 @@ class Board:
     def standings(self) -> str:
         """The last call of each rank of this group, a line each."""
         channel = self.channel()
-        return "".join(f"\n  rank {rank}: {channel.last(i)}" for i, rank in enumerate(self.ranks)) if channel else ""
+        head = "\nThe last call of each rank of this group:"
+        return head + "".join(f"\n  rank {r}: {channel.last(i)}" for i, r in enumerate(self.ranks)) if channel else ""
 
     def _text(self, channel: Channel, members: tuple[int, ...], number: int) -> str:
         ranks = [self.ranks[member] for member in members] or self.ranks
@@ -233,6 +234,14 @@ def caller() -> str:
     while frame and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+
+
+def stacklevel() -> int:
+    """For `warnings.warn` in the function that asks: that line, whoever of ours is in between."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and _is_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 @cache

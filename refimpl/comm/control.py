@@ -52,6 +52,10 @@ class Control:
         """What this rank began last, for the reader of an error: "call 7, all_gather of 8 float32 at train.py:12"."""
         return self._board.mine() if self._board else "a collective"
 
+    def last_calls(self) -> str:
+        """What each rank began last in this group, for the reader of a job that seems to hang."""
+        return self._board.standings() if self._board else ""
+
     def behind(self) -> list[int]:
         """The ranks of this group that are seen to have begun fewer calls than this one."""
         return self._board.behind() if self._board else []

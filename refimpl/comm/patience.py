@@ -4,8 +4,9 @@ Ranks that went different ways wait for each other for ever, inside a library th
 does not sleep in there: after half a second it looks up, and again after a tenth, later after half a second at most.
 Whoever knows more (the roll call of ZeRO-3) is asked then, with the number of the collective that is waited for, and
 may raise. Where nobody knows (the others may be in a call of torch's own, which is not seen here) it waits on, and
-after half a minute a line on stderr says for what. A wait that ends in time costs nothing. Only transfers for which the
-host waits come here: NCCL's are ordered by streams, and the host meets them where it reads a number (`Group.settle`).
+after half a minute a line on stderr says for what; in a roll call, where ranks do what they never did there, after ten
+seconds. A wait that ends in time costs nothing. Only transfers for which the host waits come here: NCCL's are ordered
+by streams, and the host meets them where it reads a number (`Group.settle`).
 """
 
 import time
@@ -20,9 +21,12 @@ SELDOM = 0.5  # seconds to sleep at most: on a busy machine whoever looks up oft
 class Patience:
     """The collectives that this rank has begun in one group, numbered from 1, and how they are waited for."""
 
-    def __init__(self, stall: float = 0.5, again: float = 0.1, late: float = 30) -> None:
-        """Somebody is asked after `stall` seconds, and every `again` seconds or more after that; told after `late`."""
-        self.stall, self.again, self.late = stall, again, late
+    def __init__(self, stall: float = 0.5, again: float = 0.1, late: float = 30, unheard: float = 10) -> None:
+        """Somebody is asked after `stall` seconds, and every `again` seconds or more after that.
+
+        The reader is told after `late` seconds, or after `unheard` in which other ranks were to say something.
+        """
+        self.stall, self.again, self.late, self.unheard = stall, again, late, unheard
         self.begun = 0  # collectives (of two halves: both), the same on every rank at the same point of the program
         self.ask: list[Callable[[int], None]] = []  # who may know why a collective does not end
         self.lost: RuntimeError | None = None  # why this group is of no more use: its ranks have begun different calls
@@ -59,16 +63,19 @@ class Patience:
                 self._ask(self.begun)
                 due = time.monotonic() + self.again
 
+    def hear_all(self, are_heard: Callable[[], bool], tell: Callable[[float], None]) -> None:
+        """Return when what the other ranks say by other ways than a collective is there; else `tell` hears so, once."""
+        began, waited, told = time.monotonic(), 0.0, False
+        while not are_heard():
+            if waited >= self.unheard and not told:
+                tell(waited)
+                told = True
+            time.sleep(pause(waited, 1e-4))
+            waited = time.monotonic() - began
+
     def _ask(self, number: int) -> None:
         for ask in list(self.ask):
             ask(number)
-
-
-def hear_all(are_heard: Callable[[], bool]) -> None:
-    """Return when what the other ranks say by other ways than a collective is there."""
-    began = time.monotonic()
-    while not are_heard():
-        time.sleep(pause(time.monotonic() - began, 1e-4))
 
 
 def pause(waited: float, shortest: float) -> float:

@@ -110,10 +110,12 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any | None]:
     """`refimpl.initialize` with DeepSpeed's arguments in DeepSpeed's order: (engine, optimizer, dataloader, scheduler).
 
+    torch.distributed is initialised afterwards, as scripts expect; a process without a launcher is a world of one.
     `distributed_port` is the launcher's to choose. As in DeepSpeed a model goes over from an engine that it had before
     (Lightning's `trainer.fit(model)` and then `trainer.test(model)`); that one cannot train it any more, and says so.
     """
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={__git_hash__}, git-branch={__git_branch__}", ranks=[0])
+    init_distributed(dist_init_required=dist_init_required)
     if model is not None:
         _leave_former(model)
     made = _engine.initialize(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,7 @@ from refimpl.deepspeed.timed import timed_op
 from refimpl.deepspeed.utils.comms_logging import CommsLogger
 from refimpl.engine.engine import Engine
 from refimpl.measure.comms_log import CommsLog
+from refimpl.ranks import environment
 
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
@@ -91,16 +93,21 @@ def init_distributed(
     """Join the launcher's ranks (torchrun, srun, mpirun), or those of `init_method`, `rank` and `world_size`.
 
     Nothing when they are joined already. Without a launcher: a world of one. nccl without a GPU for every rank is taken
-    as gloo, with one warning. RuntimeError for `dist_init_required=False` when nothing is joined.
+    as gloo, with one warning. RuntimeError for `dist_init_required=False` when nothing is joined, and for one of
+    several ranks which is not told where they meet.
     """
     if dist.is_initialized():
         return
     if dist_init_required is False:
         raise RuntimeError("dist_init_required=False, but torch.distributed is not initialised: leave it out")
     if rank < 0 and init_method is None and not launch.under_torchrun():
-        rank, world_size, init_method = 0, 1, f"file://{Path(tempfile.mkdtemp(), 'alone')}"
+        environment.expect_alone()
+        rank, world_size, init_method = 0, 1, f"file://{Path(tempfile.gettempdir(), f'alone-{uuid4().hex}')}"
     place = (rank, world_size) if rank >= 0 else (None, None)
-    launch.join(timeout=timeout, init_method=init_method, backend=dist_backend, rank=place[0], world_size=place[1])
+    device = "cpu" if os.environ.get("REFIMPL_DEVICE") == "cpu" else "auto"
+    launch.join(
+        device, timeout=timeout, init_method=init_method, backend=dist_backend, rank=place[0], world_size=place[1]
+    )
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:

@@ -222,7 +222,8 @@ class Engine(Saved, ModuleState):
 
     def get_mom(self) -> list[Any]:
         """The momentum, or Adam's betas, of each parameter group; None where the optimizer has neither."""
-        return [group.get("betas", group.get("momentum")) for group in self.stage.optimizer.param_groups]
+        groups = self.stage.optimizer.param_groups
+        return [g["momentum"] if g.get("use_muon") else g.get("betas", g.get("momentum")) for g in groups]
 
     def destroy(self) -> None:
         """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards.

@@ -1,12 +1,15 @@
 """The model's weights: whole in one file for everybody else, and those of a checkpoint back into the model.
 
-The file holds what `model.state_dict()` names, in the model's dtype: a tied weight under each of its names, nothing of
-the optimizer, no padding. DeepSpeed: `save_16bit_model` and `load_module_state_dict` in deepspeed/runtime/engine.py.
+The file holds what `model.state_dict()` names, in the model's dtype: a tied weight under each of its names, what a
+module's `get_extra_state` gives, nothing of the optimizer, no padding. DeepSpeed: `save_16bit_model` and
+`load_module_state_dict` in deepspeed/runtime/engine.py.
 """
 
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from refimpl.parallel.swap import join_parts
 from refimpl.zero.init import GatheredParameters
 
 
-def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tensor] | None:
+def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any] | None:
     """The whole model's weights by name on rank 0, None elsewhere. Collective."""
     parts = portions(engine)
     if apart := [engine.stage.names[p] for p, (portion, _) in parts.items() if portion.dim is None]:
@@ -52,14 +55,17 @@ def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Tens
 
 
 def from_all(
-    group: Group, weights: dict[str, Tensor], slices: Mapping[str, Portion] | None = None
-) -> dict[str, Tensor] | None:
+    group: Group, weights: dict[str, Any], slices: Mapping[str, Portion] | None = None
+) -> dict[str, Any] | None:
     """Every rank's weights on rank 0 of `group`, None elsewhere. Sends each once; what has come is at the host.
 
     slices: the names of which each rank has a part; ranks in the order of their parts.
     """
-    mine = {name: (tuple(w.shape), w.dtype, (slices or {}).get(name)) for name, w in weights.items()}
-    said = group.all_gather_object(mine)
+    others = {name: state for name, state in weights.items() if not isinstance(state, Tensor)}
+    mine = {
+        name: (tuple(w.shape), w.dtype, (slices or {}).get(name)) for name, w in weights.items() if name not in others
+    }
+    said, more = zip(*group.all_gather_object((mine, others)), strict=True)
     here = {(name, part) for name, (_, _, part) in said[0].items()}
     pieces: dict[str, list[Tensor]] = {}
     for rank, names in enumerate(said[1:], 1):
@@ -77,12 +83,15 @@ def from_all(
     for name, found in pieces.items():
         part = (slices or {}).get(name)
         weights[name] = found[0] if part is None or part.dim is None else torch.cat(found, part.dim)
-    return weights if group.rank == 0 else None
+    return dict(ChainMap(weights, *more)) if group.rank == 0 else None
 
 
-def write(path: Path, weights: dict[str, Tensor]) -> None:
-    """As safetensors, or as torch.save writes."""
+def write(path: Path, weights: dict[str, Any]) -> None:
+    """As safetensors, which hold tensors alone (CheckpointError for anything else), or as torch.save writes."""
     if path.name.partition(".refimpl-")[0].endswith(".safetensors"):
+        for key, w in weights.items():
+            if not isinstance(w, Tensor):
+                raise CheckpointError(f"{key} is a {type(w).__name__}, which safetensors cannot hold: save as .bin")
         tensors.write(path, weights, {"format": "pt"})
     else:
         with path.open("wb") as file:  # ours, because torch's own does not tell that the disk is full
@@ -106,9 +115,10 @@ def save_16bit_model(engine: TrainingState, save_dir: Path, filename: str, exclu
     return True
 
 
-def _write_16bit(engine: TrainingState, weights: dict[str, Tensor], path: Path) -> None:
+def _write_16bit(engine: TrainingState, weights: dict[str, Any], path: Path) -> None:
     dtype = engine.config.dtype
-    cast = {name: w.to("cpu", dtype if w.is_floating_point() else None) for name, w in weights.items()}
+    tensor = {name: w for name, w in weights.items() if isinstance(w, Tensor)}
+    cast = weights | {name: w.to("cpu", dtype if w.is_floating_point() else None) for name, w in tensor.items()}
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.hold(path.parent, manifest.NAME, manifest.ours):  # what a killed one has left is as large

@@ -49,8 +49,9 @@ class OneCycle(Schedule):
     k < C:  lr = min + (max - min) * scale, momentum = max - (max - min) * scale;
     k >= C: lr = min / (1 + decay_lr_rate * n), momentum = max * (1 + decay_mom_rate * n), n = (i - C) / decay_step_size
     (n = 0 when decay_step_size is 0). Rates and momenta are one for all parameter groups, or a list with one for each.
-    Momentum is betas[0], with betas[1] set to 0.99, or SGD's momentum, which DeepSpeed leaves alone. Construction
-    writes the smallest momentum into the optimizer, as DeepSpeed does; `get_mom()` already gives the formula's.
+    Momentum is betas[0], with betas[1] set to 0.99, or SGD's and Muon's momentum, which DeepSpeed leaves alone.
+    Construction writes the smallest momentum into the optimizer, as DeepSpeed does; `get_mom()` already gives the
+    formula's.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class OneCycle(Schedule):
         if self.last_batch_iteration < 0:
             betas = [(momentum, 0.99) for momentum in self.min_moms]
         for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
-            if "betas" in group:
+            if "betas" in group and not group.get("use_muon"):
                 group["betas"] = pair
             elif group.get("momentum"):
                 group["momentum"] = pair[0]

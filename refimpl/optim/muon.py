@@ -55,7 +55,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """muon_lr, adam_lr: of either kind, before `lr`; 0.02 and 3e-4 without. ns_method: DeepSpeed's, without effect.
 
-        ValueError for what is out of range, and for a vector in a group whose `use_muon` is true.
+        ValueError for what is out of range, for a vector in a group whose `use_muon` is true, and for a complex matrix.
         """
         rates = {kind: one for kind, one in ((True, muon_lr), (False, adam_lr)) if one is not None}
         self._rates = (LR if lr is None else dict.fromkeys(LR, lr)) | rates
@@ -83,6 +83,8 @@ class Muon(torch.optim.Optimizer):
         vectors = [tuple(p.shape) for p, kind in zip(tensors, kinds, strict=True) if kind and p.ndim < 2]
         if vectors:
             raise ValueError(f"Muon: a parameter of shape {vectors[0]} is no matrix: give it use_muon=False")
+        if any(kind and p.is_complex() for p, kind in zip(tensors, kinds, strict=True)):
+            raise ValueError("Muon: a complex matrix would lose its imaginary part: give it use_muon=False")
         for kind in (True, False) if told is None else (bool(told),):
             here = [p for p, its in zip(found, kinds, strict=True) if its == kind]
             own = {"lr": self._rates[kind], "use_muon": kind, **names}

@@ -92,7 +92,7 @@ def torchrun(asked: argparse.Namespace) -> tuple[list[str], list[int] | None]:
 
 
 def hostfile(path: Path) -> dict[str, int]:
-    """Slots by host, {} without a file. ValueError names a line that is none, or a host that comes twice."""
+    """Slots by host, {} without a file. ValueError names a line that is none, one without slots, or a host twice."""
     slots: dict[str, int] = {}
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
         words = line.split("#")[0].split()
@@ -101,6 +101,8 @@ def hostfile(path: Path) -> dict[str, int]:
         if len(words) != 2 or not words[1].removeprefix("slots=").isdigit() or words[0] in slots:
             raise ValueError(f"--hostfile {path}, line {number}: {line!r} is no new `HOST slots=NUMBER`")
         slots[words[0]] = int(words[1].removeprefix("slots="))
+        if not slots[words[0]]:
+            raise ValueError(f"--hostfile {path}, line {number}: {line!r} has no slot: leave the line out")
     return slots
 
 

@@ -7,7 +7,10 @@ nothing of whose it was: here that is a folder as `folder.py` makes, which the n
 import multiprocessing.forkserver
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess, current_process
 from multiprocessing.util import Finalize
 
@@ -33,7 +36,8 @@ def start_server(*also: str) -> None:
     multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, FROZEN])
     _take_folder()
     try:
-        multiprocessing.forkserver.ensure_running()
+        with _our_path():
+            multiprocessing.forkserver.ensure_running()
     except OSError as error:
         if "AF_UNIX path too long" not in str(error):
             raise
@@ -42,6 +46,25 @@ def start_server(*also: str) -> None:
             f"ranks are started through a socket in the folder for temporary files, and {there} ({len(there)} "
             "characters) is too long for that: set TMPDIR to a folder with a name of at most 70"
         ) from None
+
+
+@contextmanager
+def _our_path() -> Iterator[None]:
+    """A Python begun in the block imports from where this one does, and from its own working directory only if so.
+
+    Python 3.11's server hears the path and ignores it. Ranks would run another refimpl than the script that starts
+    them, where one is installed and the script lies in a checkout, and could not send it what they fail with.
+    """
+    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _take_folder() -> None:

@@ -48,8 +48,11 @@ class Held(Built):
         """Who keeps what was not sent yet, if something travels compressed with feedback."""
         return self.compressed or self.update.owing
 
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy."""
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The model's weights by name on rank 0, None elsewhere: views of the model's own memory, not a copy.
+
+        What a module's `get_extra_state` gives, which may be no tensor, is among them.
+        """
         self.catch_up()
         self.update.refuse_torn()
         self.parked.refuse("lp_params")

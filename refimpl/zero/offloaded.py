@@ -75,7 +75,8 @@ class OffloadedUpdate(Brought):
         if not kind.elementwise:
             raise TypeError(
                 f"{kind.name} is not known to be element-wise{kind.fails and f' (tried, {kind.fails})'}: it cannot be "
-                "updated part by part; leave optimizer_home (offload_optimizer) out"
+                "updated part by part; leave optimizer_home (offload_optimizer) out, or take one of refimpl's own "
+                "(Lion, Lamb, Muon: by their names in the JSON, or refimpl.optim.muon.Muon)"
             )
 
     def _deal_out(self, owned: dict[Bucket, Tensor]) -> None:

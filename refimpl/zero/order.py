@@ -22,6 +22,7 @@ at every second call: no collective is needed, nothing travels while nobody call
 """
 
 import json
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,7 +36,6 @@ from refimpl.checkpoint.errors import by_rank
 from refimpl.comm.agree import who_left
 from refimpl.comm.board import caller
 from refimpl.comm.group import Group
-from refimpl.comm.patience import hear_all
 from refimpl.offload.blocks import OffloadError
 from refimpl.ranks.lost import RankLost
 from refimpl.ranks.register import Register
@@ -99,7 +99,7 @@ class RollCall:
 
     def __init__(self, group: Group) -> None:
         self.patience, self.rank, self.size, self.round = group.patience, group.rank, group.size, 0
-        self.behind, self.calls = group.behind, group.elsewhere
+        self.behind, self.calls, self.last_calls = group.behind, group.elsewhere, group.last_calls
         self.ranks, self.register = group.ranks, Register.of_job()
         assert group.handle is not None
         everyone = f"{group.handle.group_name} {dist.get_process_group_ranks(group.handle)}"
@@ -117,7 +117,7 @@ class RollCall:
         try:
             self._go(mine)
             self.store.set(self._key(self.rank), json.dumps({"round": self.round, **asdict(mine)}))
-            hear_all(self._all_have_said)
+            self.patience.hear_all(self._all_have_said, lambda waited: self._is_late(mine, waited))
             standings = [standing for standing in self.said() if standing is not None]
         except dist.DistNetworkError as gone:  # the store has gone, with the rank that kept it
             raise self._lost() from gone
@@ -159,9 +159,23 @@ class RollCall:
 
     def _go(self, mine: Standing) -> None:
         """Let all see to which stage this rank has come."""
-        what = (mine.does + caller()) if mine.does else f"waits for the others{mine.waits}"
-        here = {"stage": self.number, "round": self.round, "what": f"{what} (model {self.number} under ZeRO-3)"}
+        here = {"stage": self.number, "round": self.round, "what": self._words(mine)}
         self.all.set(_place(self.rank), json.dumps(here))
+
+    def _words(self, mine: Standing) -> str:
+        what = (mine.does + caller()) if mine.does else f"waits for the others{mine.waits}"
+        return f"{what} (model {self.number} under ZeRO-3)"
+
+    def _is_late(self, mine: Standing, waited: float) -> None:
+        """Say so, to the reader of a job that seems to hang: those who are not here may be where nothing is seen."""
+        missing = ", ".join(str(self.ranks[rank]) for rank in silent(self.said()))
+        print(
+            f"rank {self.ranks[self.rank]} has waited {waited:.0f} s to hear from ranks that have not come here: "
+            f"{missing}. It is at: {self._words(mine)}. This needs every rank: if the others are not merely slow, call "
+            f"it on all of them, not under `if rank == 0`.{self.last_calls()}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of these ranks that wait where this one has not come: another stage's roll, or another group's call."""

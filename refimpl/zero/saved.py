@@ -3,8 +3,13 @@
 Both are collectives: every rank calls them, and `state_dict` gives every rank its own whole copy. A rank that needs
 none calls `stage.full_state_dict()`, which keeps rank 0's alone. One unit is gathered at a time for saving, for loading
 those of a module and the ones around it. DeepSpeed writes empty tensors here and asks for `zero_to_fp32` instead.
+
+So its users' rank 0 calls `state_dict()` alone, for the names (OpenRLHF's save, PEFT's of `modules_to_save`). With
+REFIMPL_STATE_DICT=names nothing is gathered: what is sharded comes as the parameter itself, of which any use but of its
+shape is an error that says how it is had, unless a `GatheredParameters` block holds it whole.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +40,7 @@ class StateDicts:
 
     def __init__(self, modules: Iterable[nn.Module], model: nn.Module | None = None) -> None:
         self.handles: list[Any] = []
-        self.paused = False
+        self.paused, self.names_alone = False, _names_alone()
         self.is_told = False  # whether the ranks know that the whole model is being saved
         self._loading: dict[nn.Module, whole] = {}
         if model is not None:
@@ -61,21 +66,21 @@ class StateDicts:
 
     def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         units = whole(module.parameters(recurse=False)).units
-        if not (keep_vars or self.paused or self.is_told or all(unit.held for unit in units)):
+        if not (keep_vars or self.paused or self.is_told or self.names_alone or all(unit.held for unit in units)):
             units[0].begin(f"a state_dict of {units[0].name}")
         for unit in units:
             unit.is_placeholder = True
 
     @torch.no_grad()
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Put whole copies where the placeholders stand."""
+        """Put whole copies where the placeholders stand, or the parameters themselves."""
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             unit = unit_of(p)
             if unit is None:
                 continue
             unit.is_placeholder = False
             if not self.paused and state.get(prefix + name) is not p:  # keep_vars asks for the parameter itself
-                state[prefix + name] = unit.copy_of(p)
+                state[prefix + name] = p if self.names_alone and not unit.held else unit.copy_of(p)
 
     def all_saved(self, *_: Any) -> None:
         """The whole model is."""
@@ -105,3 +110,11 @@ class StateDicts:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _names_alone() -> bool:
+    """What REFIMPL_STATE_DICT says; ValueError for another word."""
+    wish = os.environ.get("REFIMPL_STATE_DICT", "")
+    if wish not in ("", "whole", "names"):
+        raise ValueError(f"REFIMPL_STATE_DICT must be whole or names, or not set, not {wish!r}")
+    return wish == "names"

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm import levels
+from refimpl.comm.board import stacklevel
 from refimpl.comm.first import is_expanded
 from refimpl.comm.group import Group
 from refimpl.zero.experts import apart
@@ -198,7 +199,7 @@ def added_and_used(model: nn.Module, names: Mapping[nn.Parameter, str]) -> str:
 def warn_of_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
     """Nobody trains it, as in torch, whose optimizer does not know it. Without a gradient it is no news."""
     if words := added_and_used(model, names):
-        warnings.warn(words, stacklevel=4)
+        warnings.warn(words, stacklevel=stacklevel())
 
 
 def refuse_nothing(model: nn.Module, names: Mapping[nn.Parameter, str]) -> NoReturn:
@@ -216,7 +217,7 @@ def warn_of_nothing(left_alone: set[nn.Parameter], gradients: Gradients, stage: 
         warnings.warn(
             f"{stage}: step() has nothing to update: the loss of no rank depends on a parameter of its model. Is it of "
             "another model or engine, detached, or was engine.module replaced?",
-            stacklevel=4,
+            stacklevel=stacklevel(),
         )
 
 

@@ -258,7 +258,7 @@ class Unit(Bucket):
             raise RuntimeError(
                 f"parameter {name}: {what} needs its values, and {where} this rank has 1/N of them. Inside `with "
                 "GatheredParameters(parameters, modifier_rank=0):` they are whole and changes kept; "
-                "stage.full_parameter(name) reads one, model.state_dict() all (each on every rank)"
+                "stage.full_parameter(name) reads one, stage.full_state_dict() all for rank 0 (each on every rank)"
             )
 
     def copy_of(self, p: nn.Parameter) -> Tensor:

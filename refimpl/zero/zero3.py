@@ -12,6 +12,7 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class Zero3(Stage):
     def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         """It gathers, so all ranks must call it: one that does alone is told, and the others with it."""
         super().before_state_dict(model, prefix, keep_vars)
-        if not keep_vars and not all(unit.held for unit in self.units):
+        if not (keep_vars or self.state_dicts.names_alone) and not all(unit.held for unit in self.units):
             self.path.begin("a state_dict of the model")
             self.state_dicts.is_told = True
 
@@ -136,11 +137,12 @@ class Zero3(Stage):
         super().put_weights(bucket, flat)
         self.plus.forget()
 
-    def full_state_dict(self) -> dict[str, Tensor] | None:
+    def full_state_dict(self) -> dict[str, Any] | None:
         """The model's weights by name in rank 0's host memory, None elsewhere. A collective, unit by unit.
 
         Each tensor has memory of its own: accelerate takes weights that share some for tied, and saves one of them.
         All parameters are there, as in DeepSpeed, also those that a `state_dict` of the model's own leaves out.
+        What a module's `get_extra_state` gives may be no tensor, and is a copy too.
         """
         self.catch_up()
         self.update.refuse_torn()
@@ -154,8 +156,9 @@ class Zero3(Stage):
             return None
         with self.state_dicts.pause():  # nothing may be gathered by this rank alone
             state = named_tensors(self.model)
-        copies |= {t: t.detach().to("cpu", copy=True) for t in state.values() if t not in copies}
-        return {name: copies[t] for name, t in state.items()}
+        others = {t for t in state.values() if isinstance(t, Tensor)} - copies.keys()
+        copies |= {t: t.detach().to("cpu", copy=True) for t in others}
+        return {name: copies[t] if isinstance(t, Tensor) else deepcopy(t) for name, t in state.items()}
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {

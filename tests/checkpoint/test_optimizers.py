@@ -56,9 +56,10 @@ class Counting(nn.Module):
         self.seen = state["seen"]
 
 
-def engine_of(kind: str, stage: int) -> refimpl.Engine:
+def engine_of(kind: str, stage: int, **zero: bool) -> refimpl.Engine:
     model = Counting()
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0}
+    zero_optimization = {"stage": stage} | zero
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_optimization, "gradient_clipping": 0.0}
     return refimpl.initialize(model=model, optimizer=OPTIMIZERS[kind](model.parameters()), config=config)[0]
 
 
@@ -99,6 +100,22 @@ def test_it_goes_on_as_if_nothing_had_been(kind: str, tmp_path: Path) -> None:
     stages = (0, 0) if kind == "lbfgs" else (2, 1)
     for whole, resumed in worlds.run(cut, kind, stages, tmp_path, ranks=2):
         assert str(whole) == str(resumed)
+
+
+def written(stage: int, folder: Path) -> list[Any]:
+    """What a file of the whole weights has of `Counting`, by torch.save; as safetensors it is refused."""
+    engine = engine_of("amsgrad", stage, stage3_gather_16bit_weights_on_model_save=True)
+    train(engine, range(2))
+    engine.save_16bit_model(folder, "whole.bin")
+    with pytest.raises(CheckpointError, match=r"_extra_state is a dict, which safetensors cannot hold"):
+        engine.save_16bit_model(folder, "whole.safetensors")
+    return [str(torch.load(folder / "whole.bin")["_extra_state"]), str(engine.module.get_extra_state())]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_module_keeps_beside_its_weights_is_in_the_whole_file(stage: int, tmp_path: Path) -> None:
+    for there, here in worlds.run(written, stage, tmp_path, ranks=2):
+        assert there == here
 
 
 def test_deepspeeds_converter_has_nothing_to_convert(tmp_path: Path) -> None:

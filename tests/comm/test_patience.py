@@ -52,6 +52,19 @@ def test_with_nobody_to_ask_it_is_one_wait_and_a_late_one_is_told_once(needs: in
     assert len(handle.limits) == max(1, needs) + 1
 
 
+@pytest.mark.parametrize(("unheard", "tells"), [(0, 1), (1e9, 0)])
+def test_who_hears_nothing_from_the_others_for_long_says_so_once(unheard: float, tells: int) -> None:
+    looked, told = list[bool](), list[float]()
+
+    def are_heard() -> bool:
+        looked.append(len(looked) == 4)
+        return looked[-1]
+
+    Patience(unheard=unheard).hear_all(are_heard, told.append)
+    assert len(told) == tells
+    assert len(looked) == 5
+
+
 @pytest.mark.parametrize("by", ["a thread", "a cable"])
 def test_what_waits_for_a_transfer_is_not_done_before_it(by: str) -> None:
     """Else one that never ends would be waited for without a limit, and nobody asked."""

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as torch_dist
 import worlds
 from foreign import run_python
-from torch import Tensor
+from torch import Tensor, nn
 
+from refimpl import deepspeed
 from refimpl.deepspeed import comm as dist
 from refimpl.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from refimpl.deepspeed.utils import groups
@@ -131,6 +132,20 @@ def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
     assert (dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"]) == (0, 1, "0")
     reductions()
     exchanges()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_script_without_a_launcher_asks_torch_for_its_rank_after_initialize() -> None:
+    deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
+    assert (torch_dist.get_rank(), torch_dist.get_world_size()) == (0, 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_of_several_ranks_does_not_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2, .* has not joined the others"):
+        dist.init_distributed()
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,7 +15,7 @@ from torch import nn
 
 import refimpl.deepspeed as deepspeed
 from refimpl.comm.group import Group
-from refimpl.deepspeed import env_report
+from refimpl.deepspeed import env_report, git_version_info
 from refimpl.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from refimpl.deepspeed.compression import helper
 from refimpl.deepspeed.launcher import runner
@@ -249,6 +249,10 @@ def test_what_megatron_imports_before_it_trains(capsys: pytest.CaptureFixture[st
     (tmp_path / "hosts").write_text("a slots=2\n")
     assert runner.fetch_hostfile(tmp_path / "hosts") == {"a": 2}
     assert (runner.DLTS_HOSTFILE, runner.EXPORT_ENVS) == ("/job/hostfile", [])
+    assert (git_version_info.version, git_version_info.installed_ops) == (deepspeed.__version__, {})
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=0\n")
+    with pytest.raises(ValueError, match="line 2: 'b slots=0' has no slot"):
+        runner.fetch_hostfile(tmp_path / "hosts")
 
 
 def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:

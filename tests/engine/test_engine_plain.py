@@ -344,10 +344,11 @@ def test_a_step_that_trains_nothing_says_so(stage: int) -> None:
             warnings.simplefilter("always")
             other.backward(engine(batch(0, 0, 0)))
             other.step()
-        return [str(w.message) for w in caught]
+        return [f"{w.message} {w.filename}" for w in caught]
 
     for texts in worlds.run(told, ranks=2):
         assert len(texts) == 1
+        assert texts[0].endswith(__file__), "the line of the script, not ours"
         assert "step() has nothing to update: the loss of no rank depends on a parameter" in texts[0]
 
 

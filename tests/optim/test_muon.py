@@ -86,6 +86,8 @@ def test_groups_and_rates() -> None:
     for vector in vectors:
         with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is no matrix: give it use_muon=False"):
             Muon([{"params": [vector], "use_muon": True}])
+    with pytest.raises(ValueError, match="a complex matrix would lose its imaginary part"):
+        Muon([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="a momentum in"):
         Muon(every, momentum=1.0)
     with pytest.raises(ValueError, match="gram and standard: ns_method='quintic'"):

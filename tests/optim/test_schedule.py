@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import refimpl
 from refimpl.optim.schedule import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 Make = Callable[[torch.optim.Optimizer], Schedule]
@@ -278,3 +279,18 @@ def test_a_warmup_of_no_or_one_step_counts_as_two(steps: int) -> None:
     assert rates(WarmupLR(adam(), 0.0, 1.0, steps), 3) == pytest.approx([0, 0, 1, 1])
     with pytest.warns(UserWarning, match="less than warmup_num_steps"):
         WarmupDecayLR(adam(), 3, warmup_num_steps=5)
+
+
+def test_of_muons_two_kinds_of_groups_each_has_its_own_momentum_cycled() -> None:
+    model = torch.nn.Linear(2, 2)
+    engine = refimpl.initialize(
+        model=model,
+        config={
+            "train_batch_size": 1,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.1}},
+            "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5}},
+        },
+    )[0]
+    assert engine.get_mom() == [0.8, (0.8, 0.99)]
+    assert engine.optimizer is not None
+    assert [g["betas"] for g in engine.optimizer.param_groups] == [(0.9, 0.95), (0.8, 0.99)]

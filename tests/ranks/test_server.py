@@ -1,6 +1,7 @@
 """The server that ranks are forked from: where it cannot be reached, and what a fork of it has from it."""
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -34,6 +35,24 @@ def test_a_rank_that_cannot_answer_yet_does_not_end_of_the_question_where_it_sta
     starting.start()
     starting.join()
     assert starting.exitcode == 0
+
+
+def test_it_imports_from_where_the_script_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not from its working directory, nor an installed refimpl where the script's own is another."""
+    begun = list[str]()
+
+    def begin() -> None:
+        command = [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"]
+        begun.extend(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", begin)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    start_server()
+    ours = [*dict.fromkeys(map(os.path.abspath, sys.path))]
+    assert begun[: len(ours)] == ours
+    assert (os.environ["PYTHONPATH"], "PYTHONSAFEPATH" in os.environ) == ("elsewhere", False)
 
 
 KILLED = """

@@ -1,9 +1,11 @@
 """The path and the roll call: ranks that part are named, whoever they are; ranks that do not say nothing."""
 
 import copy
+import io
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from refimpl.launch import RankError, World, run
 from refimpl.ranks.lost import RankLost
 from refimpl.ranks.register import Register
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.init import GatheredParameters
 from refimpl.zero.order import RankDivergence, RollCall, Standing, parted, stuck
 from refimpl.zero.path import Outline
 from refimpl.zero.stage import Stage
@@ -270,6 +273,60 @@ def part_alone(alone: bool) -> Tensor:
 def test_a_part_that_every_rank_has_whole_may_run_on_one_alone(ranks: int) -> None:
     with_, without = (run(part_alone, alone, ranks=ranks) for alone in (True, False))
     assert all(mine.equal(without[0]) for mine in with_)
+
+
+class Told(io.StringIO):
+    """A rank's stderr; what is written there lets rank 1 go on."""
+
+    def flush(self) -> None:
+        dist.send(torch.ones(1), 1)
+
+
+def save_alone() -> str:
+    stage = built()
+    stage.group.patience.unheard = 0
+    told = Told()
+    if dist.get_rank() == 0:
+        with redirect_stderr(told):
+            stage.model.state_dict()
+    else:
+        dist.recv(torch.ones(1), 0)  # where nobody sees it; and if rank 0 told nothing, both would wait for ever
+        stage.model.state_dict()
+    return told.getvalue()
+
+
+def test_a_rank_that_saves_alone_says_whom_it_waits_for() -> None:
+    told = run(save_alone, ranks=2)[0]
+    assert told.startswith(
+        "rank 0 has waited 0 s to hear from ranks that have not come here: 1. It is at: a state_dict of"
+    )
+    assert f"{__file__}:" in told
+    assert "call it on all of them" in told
+    assert "\n  rank 1: " in told
+
+
+def names_alone() -> list[str]:
+    """A state dict of rank 0 alone, where names are all that is asked; then one in a block with whole weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REFIMPL_STATE_DICT", "names")
+        stage = built()
+    train(stage)
+    named = stage.model.state_dict() if dist.get_rank() == 0 else {}
+    for name, p in named.items():
+        assert p.shape == stage.model.get_parameter(name).shape
+        with pytest.raises(RuntimeError, match=f"parameter {re.escape(name)}: .* needs its values"):
+            p.sum()
+    with GatheredParameters(list(stage.model.parameters())):
+        inside = stage.model.state_dict()
+    whole = stage.full_state_dict() or {}
+    assert all(torch.equal(inside[name], w) for name, w in whole.items())
+    return [*named, *whole]
+
+
+def test_where_names_are_all_that_is_asked_one_rank_alone_may_ask() -> None:
+    first, *others = run(names_alone, ranks=2)
+    assert first[: len(first) // 2] == first[len(first) // 2 :] == [*Chain(EQUAL, False).state_dict()]
+    assert others == [[]]
 
 
 def copy_alone(how: str) -> str:
