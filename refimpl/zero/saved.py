@@ -10,12 +10,13 @@ shape is an error that says how it is had, unless a `GatheredParameters` block h
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from refimpl.zero.parameter import Hook
 from refimpl.zero.unit import unit_of, whole
@@ -30,6 +31,12 @@ def named_tensors(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict(keep_vars=True)
     named = {id(tensor) for tensor in state.values()}
     return {**state, **{n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in named}}
+
+
+def copied(state: Mapping[str, Any], copies: dict[Tensor, Tensor]) -> dict[str, Any]:
+    """`state` in host memory of its own. `copies`: of its tensors, those that there are; the others are added."""
+    copies |= {t: t.detach().to("cpu", copy=True) for t in state.values() if isinstance(t, Tensor) and t not in copies}
+    return {name: copies[t] if isinstance(t, Tensor) else deepcopy(t) for name, t in state.items()}
 
 
 class StateDicts:

@@ -12,7 +12,6 @@ A parameter's way: shard -> `Fetch.before_forward` -> `Unit.wait` -> views compu
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from refimpl.zero.owners import joined, leaves, owners
 from refimpl.zero.parameter import DATA
 from refimpl.zero.path import Path
 from refimpl.zero.plus import Plus
-from refimpl.zero.saved import StateDicts, named_tensors
+from refimpl.zero.saved import StateDicts, copied, named_tensors
 from refimpl.zero.stage import Stage
 from refimpl.zero.start import share
 from refimpl.zero.unit import Unit, unit_of, whole
@@ -155,10 +154,7 @@ class Zero3(Stage):
         if not self.speaks():
             return None
         with self.state_dicts.pause():  # nothing may be gathered by this rank alone
-            state = named_tensors(self.model)
-        others = {t for t in state.values() if isinstance(t, Tensor)} - copies.keys()
-        copies |= {t: t.detach().to("cpu", copy=True) for t in others}
-        return {name: copies[t] if isinstance(t, Tensor) else deepcopy(t) for name, t in state.items()}
+            return copied(named_tensors(self.model), copies)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {
