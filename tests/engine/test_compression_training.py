@@ -211,7 +211,12 @@ def test_a_model_that_was_not_made_ready_is_not_trained() -> None:
     engine.backward(loss)
     with pytest.raises(ConfigError, match=r"call init_compression\(model, config\) before initialize"):
         engine.step()
-    init_compression(engine, config())  # as GPT-2's example does
+    rounded = config(0, {name: SECTION[name] for name in ("weight_quantization", "activation_quantization")})
+    with pytest.raises(ConfigError, match=r"groups\.r: topk learns scores: call init_compression before initialize"):
+        init_compression(engine, config())
+    with pytest.raises(ConfigError, match=r"embed was not made ready: call init_compression before"):
+        redundancy_clean(engine, rounded)
+    init_compression(engine, rounded)  # as GPT-2's example does
     assert engine(batch(0, 0)).item() != loss.item()
 
 
