@@ -243,6 +243,16 @@ def test_a_student_begins_with_its_teachers_layers() -> None:
     assert torch.equal(other.blocks[1][0].weight, teacher.blocks[3][0].weight)
 
 
+def cut() -> None:
+    settings = config(tensor_parallel={"autotp_size": 2})
+    with pytest.raises(ConfigError, match="autotp_size: not with compression_training"):
+        refimpl.initialize(model=net(settings), config=settings)
+
+
+def test_layers_that_tensor_ranks_would_replace_are_not_lost_in_silence() -> None:
+    worlds.run(cut, ranks=2)
+
+
 def test_conv1d_becomes_linear() -> None:
     class Conv1D(nn.Module):
         def __init__(self) -> None:

@@ -130,11 +130,11 @@ def become(module: nn.Module) -> Compressed:
 
 
 @cache
-def both(ours: type[Compressed], own: type[nn.Module]) -> type[Compressed]:
+def both(ours: Any, own: Any) -> type[Compressed]:
     """One class for all layers of `own`, a class of the model's. pickle, which finds no name of it, makes it again."""
 
     def reduce(layer: Compressed) -> tuple[Any, ...]:
-        return again, (ours, own), layer.__getstate__()
+        return again, (ours, own), layer.__getstate__()  # type: ignore[no-untyped-call]
 
     return type(f"Compressed{own.__name__}", (ours, own), {"__reduce__": reduce})
 
