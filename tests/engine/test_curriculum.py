@@ -126,7 +126,8 @@ def piped() -> list[int]:
     engine, *_ = refimpl.initialize(model=model(), config=config(**LINEAR))
     seen = []
     for _ in range(3):
-        engine.train_batch(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
+        rows = engine.curriculum_scheduler_legacy.update_difficulty(engine.global_steps + 1)
+        engine.train_batch(iter([(torch.ones(rows, 2), torch.zeros(rows, 2))]))
         seen.append(engine.curriculum_scheduler_legacy.get_current_difficulty())
     return seen
 

@@ -7,7 +7,6 @@ DeepSpeed's file: deepspeed/compression/basic_layer.py, whose layers are new one
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -129,14 +128,18 @@ def become(module: nn.Module) -> Compressed:
     return module
 
 
-@cache
-def both(ours: Any, own: Any) -> type[Compressed]:
+OWN: dict[type[nn.Module], type[Compressed]] = {}  # what `both` has made, by a model's class
+
+
+def both(ours: type[Compressed], own: type[nn.Module]) -> type[Compressed]:
     """One class for all layers of `own`, a class of the model's. pickle, which finds no name of it, makes it again."""
 
     def reduce(layer: Compressed) -> tuple[Any, ...]:
         return again, (ours, own), layer.__getstate__()  # type: ignore[no-untyped-call]
 
-    return type(f"Compressed{own.__name__}", (ours, own), {"__reduce__": reduce})
+    if own not in OWN:
+        OWN[own] = type(f"Compressed{own.__name__}", (ours, own), {"__reduce__": reduce})
+    return OWN[own]
 
 
 def again(ours: type[Compressed], own: type[nn.Module]) -> Compressed:
