@@ -25,10 +25,15 @@ from refimpl.engine.keys import ConfigError
 from refimpl.zero.init import GatheredParameters
 
 
-def prepare(model: nn.Module, config: CompressionTraining) -> None:
-    """Make the layers of all scopes ready. ConfigError, before anything has changed, where something is wrong."""
+def prepare(model: nn.Module, config: CompressionTraining, begun: bool = False) -> None:
+    """Make the layers of all scopes ready. ConfigError, before anything has changed, where something is wrong.
+
+    begun: the model's optimizer is made already, and would not learn scores.
+    """
     wanted = list(scopes(model, config))
     for scope in wanted:
+        if begun and scope.layers and isinstance(scope.technique, Prune) and scope.technique.learned:
+            raise ConfigError(f"{scope.path}: topk learns scores: call init_compression before initialize, or write l1")
         for name in scope.layers:
             check(model.get_submodule(name), name, scope)
     for scope in wanted:
@@ -93,8 +98,15 @@ class Clock:
 
 
 def finish(model: nn.Module, config: CompressionTraining) -> None:
-    """Make of every layer what its techniques have decided; what has related modules becomes smaller, and these too."""
+    """Make of every layer what its techniques have decided; what has related modules becomes smaller, and these too.
+
+    ConfigError where a layer is none that `prepare` made.
+    """
     wanted = list(scopes(model, config))
+    for scope in wanted:
+        for name in scope.layers:
+            if not isinstance(model.get_submodule(name), Compressed):
+                raise ConfigError(f"{scope.path}: {name} was not made ready: call init_compression before its training")
     for scope in wanted:
         layers = [model.get_submodule(name) for name in scope.layers]
         kept = [settle(layer, scope.method, bool(scope.related)) for layer in layers if isinstance(layer, Compressed)]

@@ -60,6 +60,8 @@ class Told:
         self.drop = ProgressiveLayerDrop(drop.theta, drop.gamma) if drop.enabled else None
         self.of_length = curriculum.curriculum_type == "seqlen"
         self.curriculum = CurriculumScheduler(curriculum.model_dump(exclude_unset=True)) if curriculum.enabled else None
+        self.last = 0  # the updates of the last question
+        self.of_step: int | None = None  # the difficulty that `grows` found
 
     def at(self, updates: int) -> dict[str, Any]:
         """Keywords of a forward in training behind so many updates."""
@@ -68,6 +70,18 @@ class Told:
             self.drop.update_state(max(0, updates - 1))  # DeepSpeed's is that of the last update, too
             words |= self.drop.get_state()
         if self.curriculum is not None:
+            if updates < self.last:  # an earlier checkpoint was loaded; the most, once reached, would stay
+                self.curriculum.set_current_difficulty(self.curriculum.state["min_difficulty"])
+            self.last = updates
             difficulty = self.curriculum.update_difficulty(updates + 1)
             words |= {"curriculum_seqlen": difficulty} if self.of_length else {}
         return words
+
+    def grows(self, updates: int) -> bool:
+        """Whether the difficulty, where there is one, is another than in the step before; goes to this step's.
+
+        Not by what it was: the script may have gone to this step's itself, to cut the sequences.
+        """
+        self.at(updates)
+        before, self.of_step = self.of_step, self.curriculum.get_current_difficulty() if self.curriculum else None
+        return before != self.of_step

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from refimpl.comm.axes import Axes
+from refimpl.compress.weights.layers import Compressed
 from refimpl.engine.alike import compare_first_batch
 from refimpl.engine.keys import ConfigError
 from refimpl.model.gpt import GPT
@@ -78,6 +79,10 @@ def refuse(model: nn.Module, axes: Axes) -> None:
         )
     if axes.tensor.size > 1 and cuts(model):
         raise ConfigError(f"tensor_parallel.autotp_size: this {kind} is cut already; build it anew")
+    if axes.tensor.size > 1 and any(isinstance(module, Compressed) for module in model.modules()):
+        raise ConfigError(
+            "tensor_parallel.autotp_size: not with compression_training, whose layers would be lost: take one out"
+        )
 
 
 def of_this_rank(part: Callable[[Any], Any] | None, model: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -65,7 +65,8 @@ class PipelineEngine(Engine):
             )
         self.train()
         self.group.ledger.reset()
-        self.told.at(self.global_steps)  # for who cuts the sequences: `curriculum_scheduler_legacy` says how long
+        if self.told.grows(self.global_steps):
+            self.reset_activation_shape()  # who cuts the sequences asks `curriculum_scheduler_legacy` how long
         inputs, labels = self._micro_batches(data_iter, number)
         self.tput_timer.start()
         what = f"forward and backward of {number} micro-batches through this rank's stages"

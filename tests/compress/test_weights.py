@@ -2,12 +2,14 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 from refimpl.compress.weights.clean import keep_inputs, keep_outputs, settle
 from refimpl.compress.weights.grid import on_grid
@@ -220,3 +222,48 @@ def test_a_layer_keeps_its_parameters_and_what_computes_otherwise_is_left_alone(
         None,
         None,
     ]
+
+
+class Named(nn.Linear):
+    """A model's own subclass, which pickle must find."""
+
+
+def test_a_layer_of_an_own_class_goes_through_pickle_and_deepcopy() -> None:
+    layer = become(Named(3, 2))
+    layer.add("sparse_pruning", Prune(0, "number", 0.5, learned=False))
+    layer.step, x = 0, numbers(2, 3)
+    for again in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert type(again) is type(become(Named(1, 1))) is type(layer)
+        assert torch.equal(again(x), layer(x))
+        assert list(again.state_dict()) == list(layer.state_dict())
+
+
+def test_a_weight_that_is_computed_from_others_is_left_alone() -> None:
+    assert kind(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))) is None
+    pruned = prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5)  # type: ignore[no-untyped-call]
+    assert kind(pruned) is None
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_an_expert_without_tokens_and_a_range_not_yet_seen(static: bool) -> None:
+    layer = become(nn.Linear(4, 4))
+    layer.add("activation_quantization", QuantizeInput(0, 4, static=static))
+    layer.step, x = 0, numbers(2, 4)
+    assert layer(torch.empty(0, 4)).shape == (0, 4)
+    assert torch.equal(layer.eval().fed(x), x) == static
+
+
+def test_sixteen_bits_are_rounded_as_if_they_were_more() -> None:
+    x = (numbers(1024, 1024) * 0.2).half()  # whose sizes sum to more than fp16 holds
+    for bits, symmetric in ((1, True), (2, True), (8, True), (16, False)):
+        assert torch.equal(on_grid(x, bits, symmetric), on_grid(x.float(), bits, symmetric).half())
+
+
+def test_an_embedding_with_a_largest_norm_has_it_behind_rounding() -> None:
+    layer = become(nn.Embedding(5, 4, max_norm=0.5))
+    layer.add("weight_quantization", Quantize(0, 4, 4, groups=5))
+    layer.step = 0
+    out = layer(torch.arange(5))
+    out.sum().backward()
+    assert out.norm(dim=1).tolist() == pytest.approx([0.5] * 5, abs=1e-3)
+    assert layer.weight.grad is not None

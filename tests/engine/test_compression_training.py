@@ -211,7 +211,12 @@ def test_a_model_that_was_not_made_ready_is_not_trained() -> None:
     engine.backward(loss)
     with pytest.raises(ConfigError, match=r"call init_compression\(model, config\) before initialize"):
         engine.step()
-    init_compression(engine, config())  # as GPT-2's example does
+    rounded = config(0, {name: SECTION[name] for name in ("weight_quantization", "activation_quantization")})
+    with pytest.raises(ConfigError, match=r"groups\.r: topk learns scores: call init_compression before initialize"):
+        init_compression(engine, config())
+    with pytest.raises(ConfigError, match=r"embed was not made ready: call init_compression before"):
+        redundancy_clean(engine, rounded)
+    init_compression(engine, rounded)  # as GPT-2's example does
     assert engine(batch(0, 0)).item() != loss.item()
 
 
@@ -236,6 +241,16 @@ def test_a_student_begins_with_its_teachers_layers() -> None:
     assert not layers(student)
     student_initialization(other := Net(2), teacher, config(0, section))
     assert torch.equal(other.blocks[1][0].weight, teacher.blocks[3][0].weight)
+
+
+def cut() -> None:
+    settings = config(tensor_parallel={"autotp_size": 2})
+    with pytest.raises(ConfigError, match="autotp_size: not with compression_training"):
+        refimpl.initialize(model=net(settings), config=settings)
+
+
+def test_layers_that_tensor_ranks_would_replace_are_not_lost_in_silence() -> None:
+    worlds.run(cut, ranks=2)
 
 
 def test_conv1d_becomes_linear() -> None:

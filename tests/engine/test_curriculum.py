@@ -103,6 +103,9 @@ def test_layers_are_dropped_by_and_by_and_from_a_checkpoint_on(tmp_path: Path) -
     again, *_ = refimpl.initialize(model=Told(), config=config(**DROP, **LINEAR))
     again.load_checkpoint(tmp_path)
     assert train(again, 2) == train(engine, 2)[3:]
+    train(engine, 5)
+    engine.load_checkpoint(tmp_path)  # an earlier one, behind the most difficulty
+    assert train(engine, 2)[-2:] == again.module.heard
     plain, *_ = refimpl.initialize(model=Told(), config=config())
     assert plain.get_pld_theta() is plain.progressive_layer_drop is plain.curriculum_scheduler_legacy is None
     assert train(plain, 1) == [{}]
@@ -123,7 +126,8 @@ def piped() -> list[int]:
     engine, *_ = refimpl.initialize(model=model(), config=config(**LINEAR))
     seen = []
     for _ in range(3):
-        engine.train_batch(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
+        rows = engine.curriculum_scheduler_legacy.update_difficulty(engine.global_steps + 1)
+        engine.train_batch(iter([(torch.ones(rows, 2), torch.zeros(rows, 2))]))
         seen.append(engine.curriculum_scheduler_legacy.get_current_difficulty())
     return seen
 

@@ -44,21 +44,28 @@ def on_grid(x: Tensor, bits: int, symmetric: bool = True, groups: int = 1, noise
     `noise`, of x's shape, uniform in -1/2 .. 1/2, is added before numbers of 3 bits or more are rounded. ValueError if
     the rows would differ in length.
     """
+    if not x.numel():  # an expert without tokens, say, and so without groups
+        return x
     if x.numel() % groups:
         raise ValueError(f"{x.numel()} numbers cannot be cut into {groups} groups of equal length")
-    if not x.numel():
-        return x
     with torch.no_grad():
-        rows = x.reshape(groups, -1)
+        rows = in_full(x).reshape(groups, -1)
         there = _levels(rows, bits, symmetric, None if noise is None else noise.reshape(rows.shape))
-    return straight_through(x, there.view(x.shape))
+    return straight_through(x, there.view(x.shape).to(x.dtype))
 
 
 def in_range(x: Tensor, bits: int, symmetric: bool, low: Tensor, high: Tensor) -> Tensor:
     """x on the grid between `low` and `high`, scalars measured before; what lies outside moves to the ends."""
     with torch.no_grad():
-        there = _even(x, bits, torch.maximum(low.abs(), high)) if symmetric else _between(x, bits, low, high)
-    return straight_through(x, there)
+        full, low, high = in_full(x), in_full(low), in_full(high)
+        there = _even(full, bits, torch.maximum(low.abs(), high)) if symmetric else _between(full, bits, low, high)
+        there = torch.where(low == high, full, there)  # no range: nothing has been seen
+    return straight_through(x, there.to(x.dtype))
+
+
+def in_full(x: Tensor) -> Tensor:
+    """x, of 32 bits if it has fewer: fp16 holds neither the sum of a large row nor 65535, bf16 no 12 bits' levels."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _levels(rows: Tensor, bits: int, symmetric: bool, noise: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ DeepSpeed's file: deepspeed/compression/basic_layer.py, whose layers are new one
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,8 @@ class CompressedConv2d(Compressed, nn.Conv2d):
 class CompressedEmbedding(Compressed, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         weight, _ = self.now()
+        if self.max_norm is not None and weight is not self.weight:
+            weight = weight.clone()  # whose rows are made shorter in place
         settings = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         return F.embedding(input, weight, *settings)
 
@@ -107,6 +110,8 @@ def kind(module: nn.Module) -> type[nn.Module] | None:
     found = next((base for base in KINDS if isinstance(module, base)), None)
     if found is None or isinstance(module, Compressed):
         return found
+    if "weight" not in module._parameters:  # computed from others: weight_norm, torch.nn.utils.prune
+        return None
     return found if type(module).forward is found.forward and "forward" not in vars(module) else None
 
 
@@ -117,10 +122,30 @@ def become(module: nn.Module) -> Compressed:
     base = kind(module)
     assert base is not None
     ours, own = KINDS[base][0], type(module)
-    module.__class__ = ours if own is base else type(f"Compressed{own.__name__}", (ours, own), {})
+    module.__class__ = ours if own is base else both(ours, own)
     assert isinstance(module, Compressed)
     module.techniques, module.step = {}, -1
     return module
+
+
+OWN: dict[type[nn.Module], type[Compressed]] = {}  # what `both` has made, by a model's class
+
+
+def both(ours: type[Compressed], own: type[nn.Module]) -> type[Compressed]:
+    """One class for all layers of `own`, a class of the model's. pickle, which finds no name of it, makes it again."""
+
+    def reduce(layer: Compressed) -> tuple[Any, ...]:
+        return again, (ours, own), layer.__getstate__()  # type: ignore[no-untyped-call]
+
+    if own not in OWN:
+        OWN[own] = type(f"Compressed{own.__name__}", (ours, own), {"__reduce__": reduce})
+    return OWN[own]
+
+
+def again(ours: type[Compressed], own: type[nn.Module]) -> Compressed:
+    """A layer of that class, empty: what pickle fills."""
+    made = both(ours, own)
+    return made.__new__(made)
 
 
 def smaller(layer: nn.Module, name: str, value: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from refimpl.engine.compressed import finish, prepare, teach
 from refimpl.engine.compression_training import CompressionTraining
 from refimpl.engine.config import section_of
+from refimpl.engine.engine import Engine
 from refimpl.zero.unit import unit_of
 
 Config = Mapping[str, Any] | str | Path
@@ -33,7 +34,7 @@ def init_compression(
         if teacher_model is None:
             raise ValueError("init_compression: layer_reduction is enabled, and needs teacher_model")
         teach(inner, _inner(teacher_model), config)
-    prepare(inner, config)
+    prepare(inner, config, begun=isinstance(model, Engine))
     return model
 
 
