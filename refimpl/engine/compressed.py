@@ -8,7 +8,7 @@ DeepSpeed's files: deepspeed/compression/compress.py, scheduler.py. Its steps ar
 schedule begins anew where training goes on; here they are the updates that the engine has made.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ def prepare(model: nn.Module, config: CompressionTraining, begun: bool = False) 
             raise ConfigError(f"{scope.path}: topk learns scores: call init_compression before initialize, or write l1")
         for name in scope.layers:
             check(model.get_submodule(name), name, scope)
+    refuse_tied(model, wanted)
     for scope in wanted:
         for number, name in enumerate(scope.layers):
             layer, technique = become(model.get_submodule(name)), scope.technique
@@ -44,6 +45,24 @@ def prepare(model: nn.Module, config: CompressionTraining, begun: bool = False) 
                 technique = replace(technique, groups=rows, number=number)
             with GatheredParameters(layer.parameters(recurse=False)):  # a mask is made of all of a weight
                 layer.add(scope.method, technique)
+    no_shortcuts(model)
+
+
+def refuse_tied(model: nn.Module, wanted: Iterable[Scope]) -> None:
+    """ConfigError where one parameter is the weight of two layers: each would round, or mask, it in its own way."""
+    taken: dict[tuple[str, int], str] = {}
+    for scope in wanted:
+        for name in scope.layers:
+            weight = scope.method, id(model.get_submodule(name).weight)
+            if (other := taken.setdefault(weight, name)) != name:
+                raise ConfigError(f"{scope.path}: {other} and {name} have one weight: name one of them")
+
+
+def no_shortcuts(model: nn.Module) -> None:
+    """In evaluation torch's encoder layers read their Linears' weights, unless their activation is none they know."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Compressed) for m in module.children()):
+            module.activation_relu_or_gelu = 0
 
 
 def check(layer: nn.Module, name: str, scope: Scope) -> None:

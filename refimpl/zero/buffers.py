@@ -39,7 +39,8 @@ class Buffers:
         """Rank 0's buffers to every rank; nothing unless `training`: in evaluation a rank may run forward alone."""
         if not training or self.group.size == self.across.size == 1:
             return
-        buffers: list[Tensor] = [getattr(module, name) for module, name in self.shared]  # forward may reassign one
+        # Forward may reassign one, and a model that was made smaller may be without.
+        buffers: list[Tensor] = [getattr(module, name) for module, name in self.shared if name in module._buffers]
         for dtype in dict.fromkeys(b.dtype for b in buffers):
             same = [b for b in buffers if b.dtype == dtype]
             flat = torch.cat([b.flatten() for b in same])

@@ -99,7 +99,7 @@ def test_bits_go_one_by_one_each_after_twice_as_many_steps() -> None:
     assert Quantize(0, 4, 4, period=0).now(0) == (4, 0)
     mixed = Quantize(0, 8, 8, ratio=0.25)
     weight = numbers(8)
-    shares = [((mixed.rounded(weight, s) - on_grid(weight, 8)) / (weight - on_grid(weight, 8)))[0] for s in range(5)]
+    shares = [((mixed.at(s)(weight) - on_grid(weight, 8)) / (weight - on_grid(weight, 8)))[0] for s in range(5)]
     assert [round(float(share), 2) for share in shares] == [0.75, 0.5, 0.25, 0, 0]
 
 
@@ -267,3 +267,21 @@ def test_an_embedding_with_a_largest_norm_has_it_behind_rounding() -> None:
     out.sum().backward()
     assert out.norm(dim=1).tolist() == pytest.approx([0.5] * 5, abs=1e-3)
     assert layer.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own call
+def test_a_compiled_layer_is_compiled_anew_where_something_changes_and_not_each_step() -> None:
+    layer = become(nn.Linear(4, 4))
+    layer.add("weight_quantization", Quantize(offset=2, bits=6, start_bits=8, period=3))
+    compiled_anew: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled_anew.append(layer.step)
+        return graph
+
+    compiled = torch.compile(layer, backend=backend)
+    for step in range(12):
+        layer.step = step
+        weight = layer.weight if step < 2 else on_grid(layer.weight, 8 if step < 5 else 7 if step < 8 else 6)
+        assert torch.equal(compiled(torch.eye(4)), nn.functional.linear(torch.eye(4), weight, layer.bias))
+    assert compiled_anew == [0, 2, 5, 8]

@@ -340,3 +340,43 @@ def test_what_finds_no_layer_and_what_has_no_effect_is_told() -> None:
     model = init_compression(Net(), config())
     with pytest.raises(ConfigError, match="has it already: init_compression was called before"):
         init_compression(model, config())
+
+
+def test_a_tied_weight_is_in_one_layer_of_a_technique() -> None:
+    model = Net()
+    model.head.weight = model.embed.weight
+    section = {
+        Q: technique(
+            {"w": group(["embed"], start_bits=8, target_bits=8), "v": group(["*"], start_bits=8, target_bits=8)}
+        )
+    }
+    section[Q]["different_groups"]["v"]["modules"] = ["head"]
+    with pytest.raises(ConfigError, match=r"groups\.v: embed and head have one weight: name one of them"):
+        init_compression(model, config(0, section))
+    assert not layers(model)
+
+
+def test_an_encoder_layer_of_torch_takes_no_shortcut_around_its_masks() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    section = {S: technique({"s": group(["linear1", "linear2"], dense_ratio=0.5)})}
+    engine, *_ = refimpl.initialize(model=init_compression(model, config(0, section)), config=config(0, section))
+    x = torch.randn(2, 3, 8)
+    masked = engine(x)
+    with torch.no_grad():
+        assert torch.allclose(engine.eval()(x), masked, atol=1e-6)
+    assert not torch.allclose(redundancy_clean(model, config(0, section))(x), x)
+
+
+def test_an_engine_goes_on_around_a_cleaned_model() -> None:
+    assert worlds.run(cleaned, ranks=2) == [True, True]
+
+
+def cleaned() -> bool:
+    section = {
+        "row_pruning": technique({"r": group([r"blocks\.0\.0"], [[r"blocks\.0\.2"]], dense_ratio=0.5)}, method="l1")
+    }
+    engine, *_ = refimpl.initialize(model=net(config(1, section)), config=config(1, section))
+    before = engine(batch(0, 0)).item()
+    redundancy_clean(engine, config(1, section))
+    return bool(abs(engine(batch(0, 0)).item() - before) < 1e-6)

@@ -7,12 +7,14 @@ convolution, its normalisation and the inputs of the next. How many heads there 
 DeepSpeed's files: deepspeed/compression/compress.py (redundancy_clean), basic_layer.py (fix_*).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from refimpl.compress.weights.layers import Compressed, smaller
 from refimpl.compress.weights.masks import Prune
-from refimpl.compress.weights.quantize import Quantize
+from refimpl.compress.weights.quantize import Quantize, QuantizeInput
 
 
 @torch.no_grad()
@@ -22,11 +24,14 @@ def settle(layer: Compressed, name: str, shrink: bool = False) -> Tensor | None:
     shrink: take the other parts out, rather than leave zeros. Inputs are rounded in forward for good.
     """
     technique = layer.techniques.get(name)
+    left = {other: each for other, each in layer.techniques.items() if other != name}
+    if isinstance(technique, QuantizeInput):
+        layer.change({**left, name: replace(technique, offset=0)})
+        layer.step = max(0, layer.step)
     if isinstance(technique, Quantize):
         layer.weight.copy_(technique.at_last(layer.weight))
+        layer.change(left)
     if not isinstance(technique, Prune):
-        if isinstance(technique, Quantize):
-            del layer.techniques[name]
         return None
     kept = technique.kept(layer).view(-1).bool()
     if not shrink:
@@ -39,7 +44,7 @@ def settle(layer: Compressed, name: str, shrink: bool = False) -> Tensor | None:
     else:
         keep_outputs(layer, kept)
     technique.forget(layer)
-    del layer.techniques[name]
+    layer.change(left)
     return kept
 
 

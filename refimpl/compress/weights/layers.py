@@ -6,7 +6,6 @@ stands in `techniques`, by DeepSpeed's name of each, in the order in which it is
 DeepSpeed's file: deepspeed/compression/basic_layer.py, whose layers are new ones in the old ones' places.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from refimpl.compress.weights.masks import Prune
-from refimpl.compress.weights.quantize import Quantize, QuantizeInput
+from refimpl.compress.weights.quantize import Quantize, QuantizeInput, Rounding
 
 Technique = Quantize | QuantizeInput | Prune
+Doing = Rounding | QuantizeInput | Prune
 ORDER = (  # what rounds comes before what masks, in forward and when a model is cleaned
     "weight_quantization",
     "sparse_pruning",
@@ -33,7 +33,19 @@ class Compressed(nn.Module):
 
     weight: Tensor
     techniques: dict[str, Technique]
-    step: int
+    doing: tuple[Doing, ...]  # in this step. A new one where it changes alone: torch.compile compiles anew for each
+
+    @property
+    def step(self) -> int:
+        """Of training; -1 before anybody counts."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        doing = tuple(t.at(step) for t in self.techniques.values() if 0 <= t.offset <= step)
+        if doing != self.doing:
+            self.doing = doing
 
     def add(self, name: str, technique: Technique) -> None:
         """ValueError if this layer has one of that name."""
@@ -42,26 +54,27 @@ class Compressed(nn.Module):
         if not isinstance(technique, Quantize):
             technique.prepare(self)
         self.techniques[name] = technique
-        self.techniques = {name: self.techniques[name] for name in ORDER if name in self.techniques}
+        self.change({name: self.techniques[name] for name in ORDER if name in self.techniques})
 
-    def active(self) -> Iterator[Technique]:
-        """What takes effect in this step."""
-        return (technique for technique in self.techniques.values() if 0 <= technique.offset <= self.step)
+    def change(self, techniques: dict[str, Technique]) -> None:
+        """Do these from now on."""
+        self.techniques = techniques
+        self.step = self._step
 
     def now(self) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) that forward computes with."""
         weight = self.weight
         bias: Tensor | None = getattr(self, "bias", None)
-        for technique in self.active():
-            if isinstance(technique, Quantize):
-                weight = technique.rounded(weight, self.step)
+        for technique in self.doing:
+            if isinstance(technique, Rounding):
+                weight = technique(weight)
             elif isinstance(technique, Prune):
                 weight, bias = technique(self, weight, bias)
         return weight, bias
 
     def fed(self, x: Tensor) -> Tensor:
         """The input that forward computes with."""
-        for technique in self.active():
+        for technique in self.doing:
             if isinstance(technique, QuantizeInput):
                 x = technique.rounded(self, x)
         return x
@@ -124,7 +137,7 @@ def become(module: nn.Module) -> Compressed:
     ours, own = KINDS[base][0], type(module)
     module.__class__ = ours if own is base else both(ours, own)
     assert isinstance(module, Compressed)
-    module.techniques, module.step = {}, -1
+    module.techniques, module.doing, module._step = {}, (), -1
     return module
 
 

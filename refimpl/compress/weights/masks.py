@@ -47,6 +47,9 @@ class Prune:
     learned: bool  # topk
     heads: int = 1  # in the columns of a weight [out, in], in / heads each
 
+    def at(self, step: int) -> "Prune":
+        return self
+
     def prepare(self, layer: nn.Module) -> None:
         """Give the layer its scores, random, or its mask, by its weight as it is now."""
         weight: Tensor = layer.weight  # type: ignore[assignment]

@@ -40,20 +40,35 @@ class Quantize:
             bits, since, period = bits - 1, period, max(2 * period, period + 1)
         return bits, steps - since
 
-    def rounded(self, weight: Tensor, step: int) -> Tensor:
-        """The weight as forward sees it in this step of training, straight through."""
+    def at(self, step: int) -> "Rounding":
+        """What is done in this step of training."""
         bits, since = self.now(step - self.offset)
-        noise = None
-        if self.stochastic:
-            random = generator(self.number, step, weight.device)
-            noise = torch.rand(weight.shape, generator=random, device=weight.device, dtype=weight.dtype) - 0.5
-        there = on_grid(weight, bits, self.symmetric, self.groups, noise)
         share = 0.0 if self.ratio is None else max(0.0, 1 - self.ratio * (since + 1))
-        return there if share == 0 else weight * share + there * (1 - share)
+        return Rounding(bits, self.symmetric, self.groups, share, (self.number, step) if self.stochastic else None)
 
     def at_last(self, weight: Tensor) -> Tensor:
         """The weight on the grid of its last bits, to nearest: what is kept of it."""
         return on_grid(weight, self.bits, self.symmetric, self.groups)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A weight's in one step."""
+
+    bits: int
+    symmetric: bool
+    groups: int
+    share: float  # of the unrounded number
+    draw: tuple[int, int] | None  # what is random, the same on every rank
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The weight as forward sees it, straight through."""
+        noise = None
+        if self.draw is not None:
+            random = generator(*self.draw, weight.device)
+            noise = torch.rand(weight.shape, generator=random, device=weight.device, dtype=weight.dtype) - 0.5
+        there = on_grid(weight, self.bits, self.symmetric, self.groups, noise)
+        return there if self.share == 0 else weight * self.share + there * (1 - self.share)
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,9 @@ class QuantizeInput:
     bits: int
     symmetric: bool = True
     static: bool = False
+
+    def at(self, step: int) -> "QuantizeInput":
+        return self
 
     def prepare(self, layer: nn.Module) -> None:
         if self.static:
