@@ -2,8 +2,9 @@
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -25,8 +26,6 @@ import sys, torch, refimpl
 from torch import nn
 at = sys.argv.index("--deepspeed_config") + 1
 engine, *_ = refimpl.initialize(model=nn.Linear(4, 4), config=sys.argv[at])
-if engine.zero_optimization_stage() == 1:
-    raise MemoryError("too large")
 for _ in range(9):
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 4)).sum())
@@ -164,6 +163,16 @@ def test_a_script_is_tried_and_the_best_is_written(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    real = subprocess.run
+
+    def run(command: list[str], stderr: IO[str], **more: Any) -> None:
+        """Trials of stage 1 fail, and cost no ranks."""
+        if "z1_tmbspg2" in command[-1]:
+            stderr.write("[rank0]: Traceback:\n[rank0]: MemoryError: too large\nE1129 torch ChildFailedError:\n")
+        else:
+            real(command, stderr=stderr, **more)
+
+    monkeypatch.setattr(subprocess, "run", run)
     line = f"deepspeed --autotuning tune --num_gpus 1 --master_port {free_port()} train.py --deepspeed_config ds.json"
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, result.output
@@ -183,7 +192,7 @@ def test_a_script_is_tried_and_the_best_is_written(tmp_path: Path, monkeypatch: 
     assert shlex.split((folder / "cmd_optimal.txt").read_text())[-1] == str(folder / "ds_config_optimal.json")
     assert "global | 2 |" in (folder / "summary.txt").read_text()
     trials = Trials(Script.of(["train.py"], line.split()[-2:]), 1)  # what has a result is not tried again
-    monkeypatch.setattr("subprocess.run", None)
+    monkeypatch.setattr(subprocess, "run", None)
     assert trials.measure(Candidate(0, 2, 2)) == json.loads((good / "metrics.json").read_text())
 
 
