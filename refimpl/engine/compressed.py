@@ -8,6 +8,7 @@ DeepSpeed's files: deepspeed/compression/compress.py, scheduler.py. Its steps ar
 schedule begins anew where training goes on; here they are the updates that the engine has made.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from refimpl.compress.weights.masks import Prune
 from refimpl.compress.weights.quantize import Quantize
 from refimpl.engine.compression_scopes import Scope, scopes
 from refimpl.engine.compression_training import CompressionTraining
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.zero.init import GatheredParameters
 
 
@@ -98,6 +99,12 @@ class Clock:
 
     model: nn.Module
     config: CompressionTraining
+
+    def __post_init__(self) -> None:
+        """ConfigWarning for layers that nobody would tell."""
+        if not self.config.active and any(layer.techniques and layer.step < 0 for layer in self.layers()):
+            said = "init_compression made layers for it, and the configuration given to initialize has none"
+            warnings.warn(f"compression_training: {said}: nothing is rounded or masked", ConfigWarning, stacklevel=5)
 
     def tell(self, step: int) -> None:
         if self.config.active:

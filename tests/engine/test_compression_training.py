@@ -220,6 +220,13 @@ def test_a_model_that_was_not_made_ready_is_not_trained() -> None:
     assert engine(batch(0, 0)).item() != loss.item()
 
 
+def test_layers_that_nobody_would_switch_on_are_told() -> None:
+    with pytest.warns(ConfigWarning, match="configuration given to initialize has none: nothing is rounded or masked"):
+        refimpl.initialize(model=net(config()), config=config(0, {}))
+    model = redundancy_clean(net(config()), config())
+    refimpl.initialize(model=model, config=config(0, {}))  # rounds its inputs for good
+
+
 def test_a_student_begins_with_its_teachers_layers() -> None:
     section = {
         "layer_reduction": {
