@@ -8,12 +8,13 @@ DeepSpeed's autotuner in its fast mode. It first predicts from a model's size wh
 memory has simply no result, as any other that fails. DeepSpeed's file: deepspeed/autotuning/autotuner.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from refimpl.engine.autotuning import Autotuning
+from refimpl.engine.batch import MICRO, STEPS, TRAIN
 from refimpl.engine.keys import ConfigError
 
 Metrics = Mapping[str, float]
@@ -35,8 +36,8 @@ class Candidate:
 
     def applied(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration `raw` with these numbers."""
-        config = {name: value for name, value in raw.items() if name != "train_batch_size"}
-        config |= {"train_micro_batch_size_per_gpu": self.micro, "gradient_accumulation_steps": self.steps}
+        config = {name: value for name, value in raw.items() if name != TRAIN}
+        config |= {MICRO: self.micro, STEPS: self.steps}
         if self.stage is not None:
             zero = raw.get("zero_optimization")
             config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": self.stage}
@@ -64,12 +65,12 @@ class Space:
         stages: list[int | None] = [0, 1, 2, 3]
         if stage != "all":
             stages = stage if isinstance(stage, list) else [stage]
-        steps = _number(raw, "gradient_accumulation_steps", said)
-        micro = raw.get("train_micro_batch_size_per_gpu")
+        steps = _number(raw, STEPS, said)
+        micro = raw.get(MICRO)
         if isinstance(micro, list):
             sizes = sorted(micro)
         else:
-            least = max(_number(raw, "train_micro_batch_size_per_gpu", said), asked.min_train_micro_batch_size_per_gpu)
+            least = max(_number(raw, MICRO, said), asked.min_train_micro_batch_size_per_gpu)
             sizes = [least << doubled for doubled in range(DOUBLINGS)]
         most = asked.max_train_micro_batch_size_per_gpu or sizes[-1]
         batch = asked.max_train_batch_size
@@ -89,7 +90,7 @@ def _number(raw: Mapping[str, Any], key: str, said: Mapping[str, int]) -> int:
 
 @dataclass
 class Search:
-    """Every trial so far, best first by `best`."""
+    """The trials so far, and what is tried next."""
 
     asked: Autotuning
     measure: Callable[[Candidate], Metrics | None]  # None: it failed
@@ -121,8 +122,8 @@ class Search:
     def one(self, candidate: Candidate) -> float | None:
         found = self.measure(candidate)
         value = None if found is None else self.value(found)
-        others = [other for _, other in self.tried if other is not None]
-        self.worse = 0 if value is not None and value > max(others, default=float("-inf")) else self.worse + 1
+        best = best_of(self.tried)
+        self.worse = 0 if value is not None and (best is None or value > best[1]) else self.worse + 1
         self.tried.append((candidate, value))
         return value
 
@@ -136,5 +137,11 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        good = [(value, candidate) for candidate, value in self.tried if value is not None]
-        return max(good, key=lambda pair: pair[0])[1] if good else None
+        best = best_of(self.tried)
+        return None if best is None else best[0]
+
+
+def best_of(tried: Iterable[tuple[Candidate, float | None]]) -> tuple[Candidate, float] | None:
+    """The first with the largest value; None if all failed."""
+    good = [(candidate, value) for candidate, value in tried if value is not None]
+    return max(good, key=lambda pair: pair[1], default=None)

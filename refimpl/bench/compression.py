@@ -22,12 +22,13 @@ from torch import Tensor
 
 from refimpl import launch
 from refimpl.bench.methods import FIRST, METHODS, PERIOD, Method, Step
-from refimpl.bench.race import Turns, environment, race, slowest
+from refimpl.bench.race import Turns, race, slowest
 from refimpl.comm.group import Group
 from refimpl.comm.link import VARIABLE
 from refimpl.comm.topology import tell_floor
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.ranks.environment import variables
 
 HEAT = ("link", "ranks", "parameters", "seconds")
 BAND = 0.02  # nats a byte; what lies nearer to DDP's loss is no better and no worse
@@ -186,10 +187,10 @@ def measure(ranks: int, task: Task, links: Sequence[str], names: Sequence[str]) 
     """
     chosen(names)
     Batches(corpus(), task.gpt.context, task.batch)
-    with environment({VARIABLE: ""}):
+    with variables({VARIABLE: ""}):
         learned = launch.run(curves, task, names, ranks=ranks, timeout=600, device="cpu")[0]
     for link in links:
-        with environment({VARIABLE: link}):
+        with variables({VARIABLE: link}):
             of_ranks = launch.run(times, task, names, ranks=ranks, timeout=600, device="cpu")
         ms = {name: of_period(calls) for name, calls in slowest(of_ranks).items()}
         yield Measured(link, ranks, task, learned, ms)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from refimpl import launch
 from refimpl.bench.comm import numbers
-from refimpl.bench.race import Times, Turns, environment, from_one_instant, race, slowest
+from refimpl.bench.race import Times, Turns, from_one_instant, race, slowest
 from refimpl.comm import halving, hierarchy, ring, tree
 from refimpl.comm.alpha_beta import pieces
 from refimpl.comm.axes import neighbours
@@ -27,6 +27,7 @@ from refimpl.comm.link import Link
 from refimpl.comm.nodes import RANKS_PER_NODE
 from refimpl.comm.topology import measure as measure_links
 from refimpl.comm.topology import tell_floor
+from refimpl.ranks.environment import variables
 
 HEAT = ("nodes", "ranks", "bytes", "link")  # what all rows of a heat have in common
 RANKS = 512  # at most
@@ -98,7 +99,7 @@ def measure(
         raise ValueError(f"{most[0]} nodes of {each} ranks are {most[0] * each} processes: at most {RANKS}")
     for count in nodes:
         for size in (4 * numbers(size, count * each) for size in sizes):
-            with environment({RANKS_PER_NODE: str(each)}):
+            with variables({RANKS_PER_NODE: str(each)}):
                 results = launch.run(heat, each, size, asked, turns, ranks=count * each, device="cpu", timeout=600)
             yield rows(results[0][0], slowest([times for _, times in results]), size, link)
 

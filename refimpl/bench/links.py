@@ -20,7 +20,7 @@ from torch import Tensor
 from refimpl import launch
 from refimpl.bench import namespaces
 from refimpl.bench.comm import COLLECTIVES, NATIVE, Way, contestants, numbers
-from refimpl.bench.race import Times, Turns, environment, from_one_instant, race, slowest
+from refimpl.bench.race import Times, Turns, from_one_instant, race, slowest
 from refimpl.comm import hierarchy, ring
 from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.axes import neighbours
@@ -29,6 +29,7 @@ from refimpl.comm.level_model import Choice, Levels, predict
 from refimpl.comm.link import VARIABLE, Link
 from refimpl.comm.nodes import RANKS_PER_NODE, ranks_per_node
 from refimpl.comm.topology import ROW, SIZES, Topology, floor, itself, measure
+from refimpl.ranks.environment import variables
 
 HEAT = ("link", "nodes", "ranks")
 CALLS = (*HEAT, "collective", "bytes")
@@ -213,5 +214,5 @@ def _run(ranks: int, nodes: int, link: Link | None, work: Callable[[Sequence[int
     # The largest takes about 10 ms on the link.
     large = max(4096, round(link.bits_per_second / 8 * 0.01))
     said = {VARIABLE: f"{link.bits_per_second!r}bit/s {link.latency!r}s", RANKS_PER_NODE: str(ranks // nodes)}
-    with environment(said):
+    with variables(said):
         return launch.run(work, (8, large // 16, large), ranks=ranks, timeout=600, device="cpu")

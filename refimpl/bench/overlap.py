@@ -21,7 +21,7 @@ from torch import Tensor
 
 from refimpl import launch
 from refimpl.bench.peers import adamw
-from refimpl.bench.race import Turns, environment
+from refimpl.bench.race import Turns
 from refimpl.comm.alpha_beta import AlphaBeta, fit
 from refimpl.comm.bucket_model import Step, play
 from refimpl.comm.group import Group
@@ -31,6 +31,7 @@ from refimpl.comm.topology import tell_floor
 from refimpl.measure.ledger import Ledger
 from refimpl.measure.timeline import Timeline, phase, timelines
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.ranks.environment import variables
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.ddp import DDP
 from refimpl.zero.gradients import IN_FLIGHT
@@ -175,7 +176,7 @@ def probe(group: Group, sizes: Sequence[int], times: int) -> AlphaBeta:
 
 def race(ranks: int, sizes: Sequence[int], workload: Workload, link: str) -> list[Lap]:
     """What each rank saw; every rank is a node. ValueError for the link."""
-    with environment({RANKS_PER_NODE: "1"}):
+    with variables({RANKS_PER_NODE: "1"}):
         return launch.run(heat, sizes, workload, Link.parse(link), ranks=ranks, device="cpu", timeout=600)
 
 

@@ -5,10 +5,9 @@ counts is the ratio to the best peer of the same heat. Each race is run in two w
 (`THP_MEM_ALLOC_ENABLE=1`, read once by a process) make large fresh buffers cheaper, and some peers allocate many.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.measure.clock import Clock
+from refimpl.ranks.environment import variables
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 AHEAD = 20e-3  # seconds from a rank's last word to the instant at which all begin: long enough to hear of it
@@ -97,24 +97,9 @@ def medians(times: Mapping[str, Times]) -> dict[str, dict[str, float]]:
     return {pages: {name: median(steps) for name, steps in world.items()} for pages, world in times.items()}
 
 
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Worlds started inside find these variables, whatever the caller's environment says."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def huge_pages(on: bool) -> AbstractContextManager[None]:
     """Worlds started inside allocate large tensors on huge pages, or do not."""
-    return environment({HUGE_PAGES: str(int(on))})
+    return variables({HUGE_PAGES: str(int(on))})
 
 
 def both_worlds(fn: Callable[..., Any], *args: object, ranks: int, rounds: int = 1) -> Iterator[tuple[str, list[Any]]]:

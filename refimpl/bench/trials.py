@@ -15,15 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from refimpl.bench.autotune import Candidate, Metrics, Search, Space
+from refimpl.bench.autotune import Candidate, Metrics, Search, Space, best_of
 from refimpl.engine.autotuning import Autotuning
+from refimpl.engine.batch import MICRO, STEPS
 from refimpl.engine.config import section_of
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.read import raw_config
 
 FLAGS = ("--deepspeed_config", "--deepspeed")  # what a script's configuration follows
 ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Interrupt)\b.*)")
-MAPPED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+MAPPED = (MICRO, STEPS)
 
 
 @dataclass
@@ -144,8 +145,7 @@ def summary(search: Search) -> str:
     stages = list(dict.fromkeys(candidate.stage for candidate, _ in search.tried))
     for stage, name in [*((s, f"z{s or 0}") for s in stages), (-1, "global")]:
         tried = [(c, v) for c, v in search.tried if stage in (-1, c.stage)]
-        good = [(v, c) for c, v in tried if v is not None]
-        value, best = max(good, key=lambda pair: pair[0]) if good else (None, None)
-        shown = "none" if value is None or best is None else f"{abs(value):.1f} | {best.name}"
-        lines.append(f"| {name} | {len(tried)} | {shown if best else 'none | every trial failed'} |")
+        best = best_of(tried)
+        shown = "none | every trial failed" if best is None else f"{abs(best[1]):.1f} | {best[0].name}"
+        lines.append(f"| {name} | {len(tried)} | {shown} |")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from refimpl.compress.powersgd import PowerSGD
 from refimpl.compress.randomk import RandomK
 from refimpl.compress.sign import Sign
 from refimpl.compress.topk import TopK
-from refimpl.engine.values import Count, Number, Positive, Section, as_number, lower
+from refimpl.engine.values import Count, Number, Positive, Section, Share, lower
 
 # The operators that a key is of; the others are of all.
 OF = {
@@ -37,9 +37,7 @@ class GradientCompression(Section):
     type: Annotated[Literal["topk", "randomk", "int8", "int4", "sign", "powersgd"], BeforeValidator(lower)] = Field(
         description="the operator"
     )
-    ratio: Annotated[float, BeforeValidator(as_number), Field(gt=0, le=1)] = Field(
-        default=0.01, description="topk, randomk: the share of the numbers that travels"
-    )
+    ratio: Share = Field(default=0.01, description="topk, randomk: the share of the numbers that travels")
     block_size: Positive = Field(default=256, description="int8, int4: numbers that share a scale")
     stochastic: bool = Field(default=False, description="int8, int4: round at random, unbiased, rather than to nearest")
     rank: Positive = Field(default=4, description="powersgd: columns of both factors")

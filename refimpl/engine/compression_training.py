@@ -13,10 +13,9 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from refimpl.engine.values import Count, Number, Positive, Section, as_number
+from refimpl.engine.values import Count, Names, Number, Positive, Section, Share, as_number
 
 Kind = Literal["symmetric", "asymmetric"]
-Share = Annotated[float, BeforeValidator(as_number), Field(gt=0, le=1)]
 Bits = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=16)]
 SNIP = "snip_momentum is neural_compressor's, not part of this project: write l1 or topk"
 
@@ -99,9 +98,7 @@ class Group(Section, Generic[P]):
     """Some layers, and what is done to them."""
 
     params: P = Field(description="what is done")
-    modules: Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)] = Field(
-        default=["*"], description="regular expressions, searched for in layers' names; * is all"
-    )
+    modules: Names = Field(default=["*"], description="regular expressions, searched for in layers' names; * is all")
     related_modules: list[list[str]] | None = Field(
         default=None, description="for each of modules: the layers that lose what redundancy_clean takes out of it"
     )
@@ -124,12 +121,6 @@ class Method(Section, Generic[S, P]):
         if not self.different_groups:
             raise ValueError("enabled, and has no group: different_groups says which layers, and how far")
         return self
-
-
-def unless_off(given: Any) -> Any:
-    """What is not enabled is not read."""
-    shared = given.get("shared_parameters") if isinstance(given, Mapping) else None
-    return given if not isinstance(given, Mapping) or (isinstance(shared, Mapping) and shared.get("enabled")) else None
 
 
 class WeightQuantization(Method[WeightShared, WeightParams]):
@@ -163,7 +154,7 @@ class LayerReduction(Section):
         return self
 
 
-Off = BeforeValidator(unless_off)
+Off = BeforeValidator(lambda given: given or None)  # `answer` leaves nothing of a technique that is not on
 
 
 class CompressionTraining(Section):

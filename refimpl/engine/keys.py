@@ -232,13 +232,13 @@ def not_honoured() -> list[Key]:
     rows += [Key(path, "rejected", reason, tuple(silent)) for path, (reason, silent) in REJECTED.items()]
     for path, (reason, silent) in OFFLOAD.items():
         rows.append(Key(path, "warned", reason, tuple(silent), needs=f"{path.rpartition('.')[0]}.device"))
-    switch = "tensor_parallel.autotp_size"
-    for name, (verdict, reason, silent) in TENSOR.items():
-        rows.append(Key(f"tensor_parallel.{name}", verdict, reason, tuple(silent), needs=switch))
-    for name, (verdict, reason, silent) in EXPERTS.items():
-        rows.append(Key(f"expert_parallel.{name}", verdict, reason, tuple(silent), needs="expert_parallel.enabled"))
-    for name, (verdict, reason, silent) in TUNED.items():
-        rows.append(Key(f"autotuning.{name}", verdict, reason, tuple(silent), needs="autotuning.enabled"))
+    for section, switch, its in (
+        ("tensor_parallel", "autotp_size", TENSOR),
+        ("expert_parallel", "enabled", EXPERTS),
+        ("autotuning", "enabled", TUNED),
+    ):
+        for name, (verdict, reason, silent) in its.items():
+            rows.append(Key(f"{section}.{name}", verdict, reason, tuple(silent), needs=f"{section}.{switch}"))
     for path, (reason, silent) in COMPRESSION.items():
         path = f"compression_training.{path}"
         rows.append(Key(path, "warned", reason, tuple(silent), needs=f"{path.rpartition('.')[0]}.enabled"))

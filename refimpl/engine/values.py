@@ -98,6 +98,7 @@ Names = Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance
 Count = Annotated[int, BeforeValidator(as_number), Field(ge=0, le=sys.maxsize)]
 Positive = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=sys.maxsize)]
 Number = Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(as_number), Field(gt=0, le=1)]
 Dtype = Annotated[
     torch.dtype, PlainValidator(as_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))
 ]

@@ -7,7 +7,8 @@ names the nodes, the first of which has rank 0. By hand one sets RANK, WORLD_SIZ
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _LOOPBACK = "127.0.0.1"
@@ -128,6 +129,21 @@ def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what a launcher said of this process: for ranks that this process starts."""
     said = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local_rank)} | {"REFIMPL_BOARD"}
     return {k: v for k, v in environ.items() if k not in said and not k.startswith(("MASTER_", "TORCHELASTIC_"))}
+
+
+@contextmanager
+def variables(these: Mapping[str, str]) -> Iterator[None]:
+    """Processes started inside find these variables, whatever the caller's environment says."""
+    before = {name: os.environ.get(name) for name in these}
+    os.environ.update(these)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

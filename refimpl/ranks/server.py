@@ -9,12 +9,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess, current_process
 from multiprocessing.util import Finalize
 
 from refimpl.ranks import folder
+from refimpl.ranks.environment import variables
 
 # Every optimizer imports torch._dynamo. What trains is here too: 0.15 s of CPU time in every rank, if it imported that.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch", "refimpl.zero.zero3", "refimpl.model.gpt"]
@@ -48,23 +48,13 @@ def start_server(*also: str) -> None:
         ) from None
 
 
-@contextmanager
-def _our_path() -> Iterator[None]:
+def _our_path() -> AbstractContextManager[None]:
     """A Python begun in the block imports from where this one does, and from its own working directory only if so.
 
     Python 3.11's server hears the path and ignores it. Ranks would run another refimpl than the script that starts
     them, where one is installed and the script lies in a checkout, and could not send it what they fail with.
     """
-    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
+    return variables({"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"})
 
 
 def _take_folder() -> None:

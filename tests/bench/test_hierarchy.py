@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from refimpl.bench.hierarchy import RING, contestants, measure, rows
-from refimpl.bench.race import Turns, environment
+from refimpl.bench.race import Turns
 from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.axes import neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.level_model import Levels
 from refimpl.comm.nodes import RANKS_PER_NODE
 from refimpl.launch import run
+from refimpl.ranks.environment import variables
 
 LEVELS = Levels(2, 2, AlphaBeta(1e-6, 1e-10), AlphaBeta(1e-4, 8e-9), crowd=2.0)
 
@@ -61,6 +62,6 @@ def test_a_link_that_is_none_is_refused_and_the_environment_is_put_back(monkeypa
     with pytest.raises(ValueError, match="3 nodes of 200 ranks are 600 processes: at most 512"):
         next(measure([2, 3], 200, [1000], "1Gbit/s"))
     monkeypatch.setenv(RANKS_PER_NODE, "7")
-    with environment({RANKS_PER_NODE: "3"}):
+    with variables({RANKS_PER_NODE: "3"}):
         assert os.environ[RANKS_PER_NODE] == "3"
     assert os.environ[RANKS_PER_NODE] == "7"

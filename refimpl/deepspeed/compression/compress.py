@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from refimpl.deepspeed.compression.helper import unwrapped
 from refimpl.engine.compressed import finish, prepare, teach
 from refimpl.engine.compression_training import CompressionTraining
 from refimpl.engine.config import section_of
@@ -29,11 +30,11 @@ def init_compression(
     model: a module, or an engine for its module. Scores are drawn: on every rank, before initialize, which makes them
     rank 0's. With zero.Init a collective. ConfigError names the group and the layer. `mpu`'s own layers stay.
     """
-    inner, config = _inner(model), read(deepspeed_config)
+    inner, config = unwrapped(model), read(deepspeed_config)
     if config.layer_reduction.enabled:
         if teacher_model is None:
             raise ValueError("init_compression: layer_reduction is enabled, and needs teacher_model")
-        teach(inner, _inner(teacher_model), config)
+        teach(inner, unwrapped(teacher_model), config)
     prepare(inner, config, begun=isinstance(model, Engine))
     return model
 
@@ -43,7 +44,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Config, mpu: Any = None
 
     NotImplementedError for a model in shards.
     """
-    inner = _inner(model)
+    inner = unwrapped(model)
     if any(unit_of(p) is not None for p in inner.parameters()):
         raise NotImplementedError(
             "redundancy_clean: the weights are in shards (stage 3): load what engine.save_16bit_model wrote into a "
@@ -55,14 +56,9 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Config, mpu: Any = None
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Config) -> None:
     """Give the student the teacher's layers that `layer_reduction` names, in this order, and the other modules."""
-    teach(_inner(student_model), _inner(teacher_model), read(deepspeed_config))
+    teach(unwrapped(student_model), unwrapped(teacher_model), read(deepspeed_config))
 
 
 def read(config: Config) -> CompressionTraining:
     """The section of a configuration. ConfigError for what is wrong in it."""
     return section_of(config, "compression_training", CompressionTraining)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    module = getattr(model, "module", model)
-    return module if isinstance(module, nn.Module) else model

@@ -17,9 +17,15 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
     setattr(attrgetter(parent)(model) if parent else model, name, module)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """An engine's model; another one itself."""
+    module = getattr(model, "module", model)
+    return module if isinstance(module, nn.Module) else model
+
+
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
     """Put a Linear [out, in] in the place of every `convert_type`, which keeps its weight as [in, out]; in place."""
-    inner = getattr(model, "module", model)
+    inner = unwrapped(model)
     for name, old in list(inner.named_modules()):
         if isinstance(old, convert_type):
             weight: Any = old.weight
