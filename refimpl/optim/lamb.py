@@ -14,17 +14,19 @@ which this follows, corrects the step's length after it: csrc/lamb/fused_lamb_cu
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from refimpl.optim.base import Base, Moved
+
 BLOCK = 1 << 16  # elements widened to fp64 at a time
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Base):
     """LAMB with DeepSpeed's arguments. Parameters, gradients, `exp_avg` and `exp_avg_sq` share shape and dtype."""
 
     layerwise = True  # ZeRO may cut its parameters where it adds up the squares of the parts
@@ -55,18 +57,8 @@ class Lamb(torch.optim.Optimizer):
         }  # fmt: skip
         super().__init__(params, options)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def update(self, moved: Moved) -> None:
+        """See the formulas above. A collective where `whole_squares` is one."""
         for p, group in moved:
             self.moments(p, group)
         # [K, 2]; K may be 0 here, and other ranks then wait for this one all the same
@@ -78,7 +70,6 @@ class Lamb(torch.optim.Optimizer):
         self.ratios = [ratio(row[0], row[1], group) for row, (_, group) in zip(rows, moved, strict=True)]
         for held, (p, group) in zip(self.ratios, moved, strict=True):
             p.sub_(direction(p, self.state[p], group).mul_(length(float(self.state[p]["step"]), group) * held))
-        return loss
 
     def moments(self, p: Tensor, group: dict[str, Any]) -> None:
         """Take the gradient into p's state."""

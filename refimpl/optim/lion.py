@@ -6,14 +6,13 @@ shards gives the same bits. A sign step is larger than Adam's: use a learning ra
 decay as much larger. Chen et al. 2023, arXiv:2302.06675, algorithm 2. DeepSpeed's file: ops/lion/fused_lion.py.
 """
 
-from collections.abc import Callable
-from typing import Any, overload
-
 import torch
 from torch.optim.optimizer import ParamsT
 
+from refimpl.optim.base import Base, Moved
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(Base):
     """Lion with decoupled weight decay. Parameters, gradients and the momentum `exp_avg` share shape and dtype."""
 
     elementwise = True  # ZeRO may cut its parameters into shards
@@ -27,29 +26,15 @@ class Lion(torch.optim.Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group)
-        return loss
-
-    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        state = self.state[p]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(p)
-        momentum = state["exp_avg"]
-        direction = (momentum * beta1).add_(grad, alpha=1 - beta1).sign_()
-        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
-        momentum.mul_(beta2).add_(grad, alpha=1 - beta2)
+    def update(self, moved: Moved) -> None:
+        """See the formulas above."""
+        for p, group in moved:
+            assert p.grad is not None
+            beta1, beta2 = group["betas"]
+            state = self.state[p]
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(p)
+            momentum = state["exp_avg"]
+            direction = (momentum * beta1).add_(p.grad, alpha=1 - beta1).sign_()
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+            momentum.mul_(beta2).add_(p.grad, alpha=1 - beta2)

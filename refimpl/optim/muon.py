@@ -16,14 +16,14 @@ clips what has been made orthogonal, here gradients are clipped as for every opt
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
+from refimpl.optim.base import Base, Moved
 from refimpl.optim.lamb import check_adam
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of the polynomial: steep at 0, so that small singular values grow fast
@@ -31,7 +31,7 @@ STEPS = 5
 LR = {True: 0.02, False: 3e-4}  # by `use_muon`
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Base):
     """Muon for what `is_hidden` says, AdamW for the rest: each group becomes two, told apart by `use_muon`.
 
     A group that has `use_muon` stays one. Parameters, gradients, `momentum_buffer`, and `exp_avg`, `exp_avg_sq` of the
@@ -90,27 +90,16 @@ class Muon(torch.optim.Optimizer):
             own = {"lr": self._rates[kind], "use_muon": kind, **names}
             super().add_param_group({**own, **param_group, "params": here})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        hidden = [group for group in self.param_groups if group["use_muon"]]
-        moved = [(p, group) for group in hidden for p in group["params"] if p.grad is not None]
-        updates = self.whole_matrices([p for p, _ in moved], [self.averaged(p, group) for p, group in moved])
-        for (p, group), update in zip(moved, updates, strict=True):
+    def update(self, moved: Moved) -> None:
+        """See the formulas above. A collective where `whole_matrices` is one."""
+        hidden = [(p, group) for p, group in moved if group["use_muon"]]
+        updates = self.whole_matrices([p for p, _ in hidden], [self.averaged(p, group) for p, group in hidden])
+        for (p, group), update in zip(hidden, updates, strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(update.view_as(p), alpha=-group["lr"])
         for group in self.param_groups:
             if not group["use_muon"]:
                 self.adamw([p for p in group["params"] if p.grad is not None], group)
-        return loss
 
     def averaged(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Take the gradient into p's momentum. -> u, p's shape, bf16"""

@@ -12,11 +12,9 @@ Tang et al. 2021, arXiv:2102.02888, algorithm 1. DeepSpeed until 0.19.6: deepspe
 first step only tries out the communication.
 """
 
-from typing import Any
-
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from refimpl.optim.base import Moved
 from refimpl.optim.travelling import Backend, Travelling, least_one
 
 
@@ -55,7 +53,8 @@ class OneBitAdam(Travelling):
         """Whether the variance is frozen; DeepSpeed's name for it."""
         return not self.takes_mean_gradient
 
-    def update(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def update(self, moved: Moved) -> None:
+        super().update(moved)
         warm = self.taken <= self.freeze_step
         for p, group in moved:
             assert p.grad is not None

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from refimpl.optim.base import Moved
 from refimpl.optim.lamb import denominator, direction, length, ratio, squared
 from refimpl.optim.travelling import Backend, Travelling, least_one
 
@@ -85,7 +86,8 @@ class OneBitLamb(Travelling):
         """The last step's ratios, one for each parameter that it moved."""
         return list(self.ratios)
 
-    def update(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def update(self, moved: Moved) -> None:
+        super().update(moved)
         frozen = self.taken > self.freeze_step
         if frozen:
             self.average(moved)
@@ -115,7 +117,7 @@ class OneBitLamb(Travelling):
             state["lamb_coeff_freeze"] = self.coeff_beta * state["lamb_coeff_freeze"] + (1 - self.coeff_beta) * held
         return held
 
-    def freeze(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def freeze(self, moved: Moved) -> None:
         """The warm-up is over: begin a fresh variance, and say how much each momentum is to be scaled."""
         self.freeze_variance(moved)
         params = [p for group in self.param_groups for p in group["params"] if "exp_avg" in self.state[p]]
@@ -126,7 +128,7 @@ class OneBitLamb(Travelling):
             self.state[p]["last_factor"] = 1.0
             self.state[p]["scaling_coeff"] = sum(there) / len(there) / root if root > 0 else 1.0
 
-    def average(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def average(self, moved: Moved) -> None:
         """The momenta become their compressed means, and the mean gradients in them go into the fresh variances."""
         params, groups = [p for p, _ in moved], [group for _, group in moved]
         before, scaled = [], []

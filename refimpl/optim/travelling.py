@@ -15,14 +15,14 @@ size, 0 where the momentum is to stay 0; it is honoured here too, and like there
 """
 
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Literal, Protocol, get_args, overload
+from abc import abstractmethod
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from refimpl.optim.base import Base, Moved
 from refimpl.optim.lamb import check_adam, denominator, direction
 
 MASK = "exp_avg_mask"
@@ -41,7 +41,7 @@ class Exchange(Protocol):
         """Drop the errors: what is exchanged from now on is of another kind."""
 
 
-class Travelling(torch.optim.Optimizer, ABC):
+class Travelling(Base):
     """Base of the three. Its options are those that DeepSpeed's share."""
 
     exchange: Exchange | None = None  # set by a stage of more than one rank
@@ -75,29 +75,14 @@ class Travelling(torch.optim.Optimizer, ABC):
     def takes_mean_gradient(self) -> bool:
         """Whether the next step wants the mean of the ranks' gradients; else each rank's own."""
 
-    @abstractmethod
-    def update(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Move these parameters, each with its group; step number `taken`, counted from 1."""
-
     def meet(self) -> bool:
         """Bring weights that differ between ranks together, if they do; whether they did. A collective."""
         return False
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self, moved: Moved) -> None:
+        """Count the step: what moves the parameters, in a subclass, is number `taken`, from 1."""
         for group in self.param_groups:
             group["taken"] += 1
-        self.update([(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None])
-        return loss
 
     def fresh(self, p: Tensor, *keys: str) -> dict[str, Any]:
         """p's state, in which `keys` are zeros of its shape where they were not."""
@@ -160,7 +145,7 @@ class Travelling(torch.optim.Optimizer, ABC):
         masked: Tensor = mask.to(p.device).view(p.shape) == 0
         return out | masked
 
-    def freeze_variance(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def freeze_variance(self, moved: Moved) -> None:
         """From the next step on: say how many elements have none, and owe nothing of what was exchanged before.
 
         That was gradients, or momenta of a freeze that a checkpoint had behind it and this run has ahead of it.

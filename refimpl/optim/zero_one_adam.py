@@ -17,12 +17,10 @@ Lu et al. 2022, arXiv:2202.06009, algorithm 1. DeepSpeed until 0.19.6: deepspeed
 finds p_0 again by subtracting u, so that ranks drift apart by what is rounded.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from refimpl.optim.base import Moved
 from refimpl.optim.travelling import Backend, Travelling, least_one
 
 APART = ("momentum_accumulator", "met_at")  # u, p_0
@@ -66,7 +64,8 @@ class ZeroOneAdam(Travelling):
         step = self.taken + 1
         return step <= self.var_freeze_step and step % self.param_groups[0]["var_interval"] == 0
 
-    def update(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def update(self, moved: Moved) -> None:
+        super().update(moved)
         if self.taken <= self.var_freeze_step:
             self.step_together(moved)
         else:
@@ -75,7 +74,7 @@ class ZeroOneAdam(Travelling):
                 self.meet()
             self.count("local_step_counter", self.local_step_scaler, "local_step_interval", self.local_step_clipper)
 
-    def step_together(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def step_together(self, moved: Moved) -> None:
         """While the variance is not frozen: the ranks' weights stay the same."""
         exact = self.taken % self.param_groups[0]["var_interval"] == 0
         params, groups = [p for p, _ in moved], [group for _, group in moved]
@@ -92,7 +91,7 @@ class ZeroOneAdam(Travelling):
         if self.taken == self.var_freeze_step:
             self.freeze_variance(moved)
 
-    def step_apart(self, moved: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def step_apart(self, moved: Moved) -> None:
         """With a frozen variance, on this rank alone."""
         for group in self.param_groups:
             group["lrs"] += float(group["lr"])
