@@ -18,8 +18,8 @@ from pathlib import Path
 from refimpl.bench.autotune import Candidate, Metrics, Search, Space, best_of
 from refimpl.engine.autotuning import Autotuning
 from refimpl.engine.batch import MICRO, STEPS
-from refimpl.engine.config import section_of
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.one_section import section_of
 from refimpl.engine.read import raw_config
 
 FLAGS = ("--deepspeed_config", "--deepspeed")  # what a script's configuration follows
