@@ -14,8 +14,9 @@ from itertools import takewhile
 from typing import Any
 
 from refimpl.engine.autotuning import Autotuning
-from refimpl.engine.batch import MICRO, STEPS, TRAIN
+from refimpl.engine.batch import MICRO, STEPS, TRAIN, size
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.quote import quote
 
 Metrics = Mapping[str, float]
 DOUBLINGS = 12  # of a micro-batch, at most
@@ -56,19 +57,12 @@ class Space:
     def of(cls, raw: Mapping[str, Any], asked: Autotuning, ranks: int, said: Mapping[str, int]) -> "Space":
         """raw: the file; a list stands for each of its elements, and `"stage": "all"` for 0 to 3.
 
-        said: what the script's own options say where the file says "auto". ConfigError if nothing is left to try.
+        said: what the script's own options say where the file says "auto". ConfigError if nothing is left to try, and
+        for what is no stage or no size.
         """
-        zero = raw.get("zero_optimization")
-        stage = zero.get("stage", "all") if isinstance(zero, Mapping) else zero
-        if isinstance(zero, bool):
-            stage = int(zero)
-        stages: list[int | None] = [0, 1, 2, 3]
-        if stage != "all":
-            stages = stage if isinstance(stage, list) else [stage]
-        steps = _number(raw, STEPS, said)
-        micro = raw.get(MICRO)
+        stages, steps, micro = _stages(raw.get("zero_optimization")), _number(raw, STEPS, said), raw.get(MICRO)
         if isinstance(micro, list):
-            sizes = sorted(micro)
+            sizes = sorted({_number({MICRO: one}, MICRO, said) for one in micro or [micro]})
         else:
             least = max(_number(raw, MICRO, said), asked.min_train_micro_batch_size_per_gpu)
             sizes = [least << doubled for doubled in range(DOUBLINGS)]
@@ -83,9 +77,24 @@ class Space:
         return cls(stages, fits, steps)
 
 
+def _stages(zero: Any) -> list[int | None]:
+    """Of a section `zero_optimization`: 0 to 3 where it says "all", or not which; [None] without one."""
+    if zero is None:
+        return [None]
+    stage = zero.get("stage", "all") if isinstance(zero, Mapping) else zero
+    stages = [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]
+    if not stages or any(one not in (0, 1, 2, 3) for one in stages):
+        raise ConfigError(f'zero_optimization.stage = {quote(stage)}: 0, 1, 2 or 3, a list of these, or "all"')
+    for name, value in zero.items() if isinstance(zero, Mapping) else ():
+        if isinstance(value, list) and name != "stage":
+            raise ConfigError(
+                f"zero_optimization.{name} = {quote(value)}: no list is tried but of stage, and of {MICRO}"
+            )
+    return [int(one) for one in stages]
+
+
 def _number(raw: Mapping[str, Any], key: str, said: Mapping[str, int]) -> int:
-    value = raw.get(key)
-    return said.get(key, 1) if value in (None, "auto") else int(value)
+    return said.get(key, 1) if raw.get(key) == "auto" else size(raw, key) or said.get(key, 1)
 
 
 @dataclass
