@@ -55,7 +55,7 @@ class Space:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], asked: Autotuning, ranks: int, said: Mapping[str, int]) -> "Space":
-        """raw: the file; a list stands for each of its elements, and `"stage": "all"` for 0 to 3.
+        """raw: the file; a list stands for each of its elements, and `"stage": "all"` for 0 to 3. ranks: data-parallel.
 
         said: what the script's own options say where the file says "auto". ConfigError if nothing is left to try, and
         for what is no stage or no size.

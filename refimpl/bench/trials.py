@@ -22,6 +22,7 @@ from refimpl.engine.answer import answer, table
 from refimpl.engine.autotuning import Autotuning
 from refimpl.engine.batch import MICRO, STEPS
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.layout import axes_asked
 from refimpl.engine.one_section import section_of
 from refimpl.engine.read import raw_config
 from refimpl.engine.schema import DeepSpeedConfig
@@ -103,7 +104,9 @@ class Trials:
         self.folder = Path(self.asked.results_dir or "autotuning_results")
         said = {key: given(script.arguments, option) for key, option in self.options.items()}
         known = {key: number for key, number in said.items() if number is not None}
-        self.space = Space.of(self.raw, self.asked, ranks, known)
+        axes = axes_asked(self.raw)
+        together = axes["pp"] * axes["cp"] * axes["tp"]  # ranks that share a sample
+        self.space = Space.of(self.raw, self.asked, max(1, ranks // together), known)
         first = Candidate(self.space.stages[0], self.space.sizes[0], self.space.steps)
         answer(first.applied(self.raw), table(DeepSpeedConfig))  # a key that would be refused in every trial is, here
         self.status = 0  # of the last trial's end

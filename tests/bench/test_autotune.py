@@ -77,6 +77,13 @@ def test_what_the_file_allows_is_tried(raw: dict[str, Any], keys: dict[str, int]
     assert (space.stages, space.sizes, space.steps) == right
 
 
+def test_ranks_that_share_a_model_count_once_in_the_largest_batch(tmp_path: Path) -> None:
+    file = {**FILE, "train_micro_batch_size_per_gpu": "auto", "tensor_parallel": {"autotp_size": 2}}
+    file["autotuning"] = {"enabled": True, "max_train_batch_size": 8}  # of 2 micro-batches on one of two ranks
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    assert Trials(Script.of(["t.py"], ["--deepspeed", str(tmp_path / "ds.json")]), 2).space.sizes == [1, 2, 4]
+
+
 def test_nothing_to_try_is_an_error() -> None:
     raw = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match=r"no micro-batch from 4 up .* 2 micro-batches on each of 8 ranks"):
