@@ -126,6 +126,15 @@ def test_micro_batches_double_while_that_pays_and_stages_rise_while_they_do() ->
     assert summary(fast).splitlines()[-1] == "| global | 4 | 100.0 | z0_tmbspg1_gas1 |"
 
 
+def test_where_the_scripts_own_micro_batch_is_too_large_its_halves_are_tried() -> None:
+    space = Space.of({"train_micro_batch_size_per_gpu": "auto"}, asked(), 1, {"train_micro_batch_size_per_gpu": 12})
+    assert (space.sizes[:2], space.smaller) == ([12, 24], (6, 3, 1))
+    assert Space.of({"train_micro_batch_size_per_gpu": [4, 8]}, asked(), 1, {}).smaller == ()
+    found = Search(asked(), lambda c: {"throughput": c.micro, "latency": 1.0} if c.micro <= 3 else None)
+    assert found.run(space) == Candidate(None, 3, 1)
+    assert [candidate.micro for candidate, _ in found.tried] == [12, 6, 3]
+
+
 def test_a_search_ends() -> None:
     speeds = {(stage, micro): 1.0 + micro for stage in range(4) for micro in (1, 2, 4, 8)}
     assert len(search(speeds, {"tuner_num_trials": 3}, [0, 1]).tried) == 3
