@@ -29,7 +29,7 @@ VERSION = "0.19.8+refimpl"  # the DeepSpeed whose behaviour is meant
 WITHIN = {
     "deepspeed.comm": ["comm"],
     "deepspeed.ops.adagrad": ["cpu_adagrad"],
-    "deepspeed.ops.adam": ["cpu_adam", "fused_adam"],
+    "deepspeed.ops.adam": ["cpu_adam", "fused_adam", "multi_tensor_apply"],
     "deepspeed.ops.lamb": ["fused_lamb"],
     "deepspeed.ops.lion": ["cpu_lion", "fused_lion"],
     "deepspeed.ops.op_builder": ["builder"],

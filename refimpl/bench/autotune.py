@@ -1,7 +1,8 @@
 """Which ZeRO stage and micro-batch train a script fastest: each candidate runs the script itself for a few steps.
 
     for each stage that the file allows, from the least:
-        micro-batches 1, 2, 4, ... (or those that the file lists) while each is better than the last
+        micro-batches 1, 2, 4, ... (or those that the file lists) while each is better than the last;
+        where the script's own first one fails, its half, and so on, until one does not
         on to the next stage while its best is better than the last one's
 
 DeepSpeed's autotuner in its fast mode. It first predicts from a model's size what fits; here a trial that ends without
@@ -14,8 +15,9 @@ from itertools import takewhile
 from typing import Any
 
 from refimpl.engine.autotuning import Autotuning
-from refimpl.engine.batch import MICRO, STEPS, TRAIN
+from refimpl.engine.batch import MICRO, STEPS, TRAIN, size
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.quote import quote
 
 Metrics = Mapping[str, float]
 DOUBLINGS = 12  # of a micro-batch, at most
@@ -51,27 +53,23 @@ class Space:
     stages: list[int | None]
     sizes: list[int]
     steps: int
+    smaller: tuple[int, ...] = ()  # where the first of these fails, the largest first
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], asked: Autotuning, ranks: int, said: Mapping[str, int]) -> "Space":
-        """raw: the file; a list stands for each of its elements, and `"stage": "all"` for 0 to 3.
+        """raw: the file; a list stands for each of its elements, and `"stage": "all"` for 0 to 3. ranks: data-parallel.
 
-        said: what the script's own options say where the file says "auto". ConfigError if nothing is left to try.
+        said: what the script's own options say where the file says "auto". ConfigError if nothing is left to try, and
+        for what is no stage or no size.
         """
-        zero = raw.get("zero_optimization")
-        stage = zero.get("stage", "all") if isinstance(zero, Mapping) else zero
-        if isinstance(zero, bool):
-            stage = int(zero)
-        stages: list[int | None] = [0, 1, 2, 3]
-        if stage != "all":
-            stages = stage if isinstance(stage, list) else [stage]
-        steps = _number(raw, STEPS, said)
-        micro = raw.get(MICRO)
+        stages, steps, micro = _stages(raw.get("zero_optimization")), _number(raw, STEPS, said), raw.get(MICRO)
+        halves: list[int] = []
         if isinstance(micro, list):
-            sizes = sorted(micro)
+            sizes = sorted({_number({MICRO: one}, MICRO, said) for one in micro or [micro]})
         else:
             least = max(_number(raw, MICRO, said), asked.min_train_micro_batch_size_per_gpu)
             sizes = [least << doubled for doubled in range(DOUBLINGS)]
+            halves = [least >> halved for halved in range(1, least.bit_length())]
         most = asked.max_train_micro_batch_size_per_gpu or sizes[-1]
         batch = asked.max_train_batch_size
         fits = list(takewhile(lambda m: m <= most and (batch is None or m * steps * ranks <= batch), sizes))
@@ -80,12 +78,28 @@ class Space:
                 f"autotuning: no micro-batch from {sizes[0]} up is within max_train_micro_batch_size_per_gpu and, with "
                 f"{steps} micro-batches on each of {ranks} ranks, max_train_batch_size = {batch}"
             )
-        return cls(stages, fits, steps)
+        smaller = takewhile(lambda m: m >= asked.min_train_micro_batch_size_per_gpu, halves)
+        return cls(stages, fits, steps, tuple(smaller))
+
+
+def _stages(zero: Any) -> list[int | None]:
+    """Of a section `zero_optimization`: 0 to 3 where it says "all", or not which; [None] without one."""
+    if zero is None:
+        return [None]
+    stage = zero.get("stage", "all") if isinstance(zero, Mapping) else zero
+    stages = [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]
+    if not stages or any(one not in (0, 1, 2, 3) for one in stages):
+        raise ConfigError(f'zero_optimization.stage = {quote(stage)}: 0, 1, 2 or 3, a list of these, or "all"')
+    for name, value in zero.items() if isinstance(zero, Mapping) else ():
+        if isinstance(value, list) and name != "stage":
+            raise ConfigError(
+                f"zero_optimization.{name} = {quote(value)}: no list is tried but of stage, and of {MICRO}"
+            )
+    return [int(one) for one in stages]
 
 
 def _number(raw: Mapping[str, Any], key: str, said: Mapping[str, int]) -> int:
-    value = raw.get(key)
-    return said.get(key, 1) if value in (None, "auto") else int(value)
+    return said.get(key, 1) if raw.get(key) == "auto" else size(raw, key) or said.get(key, 1)
 
 
 @dataclass
@@ -108,7 +122,10 @@ class Search:
         return self.best
 
     def of_stage(self, stage: int | None, space: Space) -> Iterator[float | None]:
-        """The value of each micro-batch that is tried: until one fails or is no better than the last."""
+        """The value of each micro-batch that is tried: until one fails or is no better than the last.
+
+        Where the first fails, until a smaller one does not.
+        """
         last: float | None = None
         for micro in space.sizes:
             if self.over:
@@ -116,8 +133,13 @@ class Search:
             value = self.one(Candidate(stage, micro, space.steps))
             yield value
             if value is None or (last is not None and value <= last):
-                return
+                break
             last = value
+        for micro in space.smaller if last is None else ():
+            if self.over or value is not None:
+                return
+            value = self.one(Candidate(stage, micro, space.steps))
+            yield value
 
     def one(self, candidate: Candidate) -> float | None:
         found = self.measure(candidate)

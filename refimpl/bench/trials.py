@@ -3,7 +3,8 @@
     autotuning_results/z1_tmbspg4_gas1/   ds_config.json  cmd.txt  stdout.log  stderr.log  metrics.json
     autotuning_results/                   summary.txt  ds_config_optimal.json  cmd_optimal.txt
 
-The folders and files are DeepSpeed's (deepspeed/autotuning/scheduler.py). What has a result there is not tried again.
+The folders and files are DeepSpeed's (deepspeed/autotuning/scheduler.py). What has a result there is not tried again,
+unless it is that of another command or configuration.
 """
 
 import json
@@ -14,16 +15,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from refimpl.bench.autotune import Candidate, Metrics, Search, Space, best_of
+from refimpl.engine.answer import answer, table
 from refimpl.engine.autotuning import Autotuning
 from refimpl.engine.batch import MICRO, STEPS
-from refimpl.engine.config import section_of
 from refimpl.engine.keys import ConfigError
+from refimpl.engine.layout import axes_asked
+from refimpl.engine.one_section import section_of
 from refimpl.engine.read import raw_config
+from refimpl.engine.schema import DeepSpeedConfig
 
 FLAGS = ("--deepspeed_config", "--deepspeed")  # what a script's configuration follows
 ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Interrupt)\b.*)")
+SIGNAL = re.compile(r".*(Signal \d+ \(SIG\w+\)) received by PID")  # torchrun's words: without memory, SIGKILL
 MAPPED = (MICRO, STEPS)
 
 
@@ -93,10 +99,17 @@ class Trials:
         self.options = {key.strip(): option for key, option in (self.asked.arg_mappings or {}).items()}
         if unknown := self.options.keys() - set(MAPPED):
             raise ConfigError(f"autotuning.arg_mappings: {unknown.pop()} is not tried; only {' and '.join(MAPPED)}")
+        if wrong := [option for option in self.options.values() if option[:1] != "-"]:
+            raise ConfigError(f"autotuning.arg_mappings: {wrong[0]!r} is no option of a script: write --{wrong[0]}")
         self.folder = Path(self.asked.results_dir or "autotuning_results")
         said = {key: given(script.arguments, option) for key, option in self.options.items()}
         known = {key: number for key, number in said.items() if number is not None}
-        self.space = Space.of(self.raw, self.asked, ranks, known)
+        axes = axes_asked(self.raw)
+        together = axes["pp"] * axes["cp"] * axes["tp"]  # ranks that share a sample
+        self.space = Space.of(self.raw, self.asked, max(1, ranks // together), known)
+        first = Candidate(self.space.stages[0], self.space.sizes[0], self.space.steps)
+        answer(first.applied(self.raw), table(DeepSpeedConfig))  # a key that would be refused in every trial is, here
+        self.status = 0  # of the last trial's end
 
     def written(self, candidate: Candidate, folder: Path, name: str, metrics: Path | None = None) -> list[str]:
         """Write a candidate's configuration. -> the command line that trains with it."""
@@ -114,13 +127,15 @@ class Trials:
     def measure(self, candidate: Candidate) -> Metrics | None:
         """Run the script. None if it ended without a result: stderr.log says why."""
         folder = self.folder / candidate.name
-        metrics = folder / "metrics.json"
-        if self.asked.overwrite or not metrics.is_file():
+        metrics, told = folder / "metrics.json", (folder / "ds_config.json", folder / "cmd.txt")
+        before = [file.read_text(encoding="utf-8") for file in told if file.is_file()]
+        command = self.written(candidate, folder, "ds_config.json", metrics)
+        told[1].write_text(shlex.join(command) + "\n", encoding="utf-8")
+        same = before == [file.read_text(encoding="utf-8") for file in told]
+        if self.asked.overwrite or not same or not metrics.is_file():
             metrics.unlink(missing_ok=True)
-            command = self.written(candidate, folder, "ds_config.json", metrics)
-            (folder / "cmd.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
             with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as error:
-                subprocess.run(command, stdout=out, stderr=error, check=False)
+                self.status = to_its_end(command, out, error)
         return json.loads(metrics.read_text(encoding="utf-8")) if metrics.is_file() else None
 
     def why(self, candidate: Candidate) -> str:
@@ -128,7 +143,10 @@ class Trials:
         log = self.folder / candidate.name / "stderr.log"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         named = [found[1] for line in lines if (found := ERROR.match(line)) and "ChildFailed" not in line]
-        return f"failed: {named[-1] if named else 'no error is named'} ({log})"
+        named = named or [found[1] for line in lines if (found := SIGNAL.match(line))]
+        early = f"the script ended before step {self.asked.end_profile_step}, end_profile_step"
+        otherwise = "no error is named" if self.status else early
+        return f"failed: {named[-1] if named else otherwise} ({log})"
 
     def settle(self, search: Search, best: Candidate) -> list[str]:
         """Write what was found. -> the command line of the best."""
@@ -136,6 +154,17 @@ class Trials:
         (self.folder / "cmd_optimal.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
         (self.folder / "summary.txt").write_text(summary(search) + "\n", encoding="utf-8")
         return command
+
+
+def to_its_end(command: Sequence[str], out: IO[str], error: IO[str]) -> int:
+    """Run it -> its exit status. Where this process is told to end first, torchrun is, and ends its ranks."""
+    process = subprocess.Popen(command, stdout=out, stderr=error, start_new_session=True)  # it hears of Ctrl-C here
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def summary(search: Search) -> str:

@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from rich.console import Console
@@ -40,7 +42,8 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> NoReturn:
         return found
 
     search = Search(trials.asked, measure)
-    best = search.run(trials.space)
+    with ended_as_by_ctrl_c():
+        best = search.run(trials.space)
     if best is None:
         print("refimpl deepspeed: every trial failed; their stderr.log say why", file=sys.stderr)
         sys.exit(1)
@@ -50,6 +53,17 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> NoReturn:
     if asked.autotuning == "run":
         os.execv(chosen[0], chosen)
     sys.exit(0)
+
+
+@contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, of a scheduler, and SIGHUP, of a terminal that closes, are KeyboardInterrupt: a trial is ended too."""
+    before = {end: signal.signal(end, signal.default_int_handler) for end in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for end, handler in before.items():
+            signal.signal(end, handler)
 
 
 def without(words: Sequence[str], option: str) -> list[str]:

@@ -9,7 +9,7 @@ from refimpl.engine.read import raw_config
 
 def run(config: Path, world_size: int) -> None:
     """Print it; of a world size, in data-parallel ranks, the micro-batches too. ValueError says what is wrong."""
-    section = read(raw_config(config).get("elasticity"))
+    section = read(raw_config(config))
     if section is None:
         raise ValueError(f"{config}: elasticity.enabled is not true, so nothing is chosen")
     if world_size < 0:

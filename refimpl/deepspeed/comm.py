@@ -24,6 +24,7 @@ from refimpl import launch
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.timed import timed_op
 from refimpl.deepspeed.utils.comms_logging import CommsLogger
+from refimpl.deepspeed.utils.logging import logger
 from refimpl.engine.engine import Engine
 from refimpl.measure.comms_log import CommsLog
 from refimpl.ranks import environment
@@ -108,6 +109,18 @@ def init_distributed(
     launch.join(
         device, timeout=timeout, init_method=init_method, backend=dist_backend, rank=place[0], world_size=place[1]
     )
+
+
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT to what mpirun or srun said of this process.
+
+    DeepSpeed asks MPI, and its ranks tell each other where the first one is; here nobody sends anything: of several
+    machines MASTER_ADDR must be set, where srun does not say it. RuntimeError otherwise. `init_distributed` needs none
+    of it.
+    """
+    os.environ.update(said := environment.in_torchruns_words(distributed_port))
+    if verbose:
+        logger.info("mpi_discovery: " + (", ".join(f"{name}={value}" for name, value in said.items()) or "by torchrun"))
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:

@@ -87,6 +87,14 @@ class Accumulation(Asked):
                 "gradients; engine.no_sync() keeps them on this rank until then, LocalSGD lets ranks train apart"
             )
 
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """At the accumulation boundary, average now what `no_sync` has kept on this rank; `step` would. A collective.
+
+        All other gradients are averaged while they come. bucket_size: not used, `reduce_bucket_size` is the size.
+        """
+        if self.is_gradient_accumulation_boundary():
+            self.stage.reduce_rest()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients on this rank in the block. RuntimeError in stages 2 and 3, which hold no whole gradient."""

@@ -23,6 +23,7 @@ from refimpl.activation.arena import Contiguous
 from refimpl.activation.checkpoint import Checkpoint, Run
 from refimpl.activation.home import Home, Host, Partitioned
 from refimpl.activation.state import Tracker
+from refimpl.comm.board import stacklevel
 from refimpl.comm.group import Group
 from refimpl.engine.keys import ConfigWarning
 from refimpl.engine.sections import ActivationCheckpointing
@@ -31,28 +32,25 @@ PATH = "activation_checkpointing"
 
 
 def checkpointer(
-    section: ActivationCheckpointing, neighbours: Group, rank: int, trackers: tuple[Tracker, ...] = ()
+    section: ActivationCheckpointing,
+    neighbours: Group,
+    rank: int,
+    trackers: tuple[Tracker, ...] = (),
+    said: set[str] | None = None,
 ) -> Checkpoint:
     """What the section asks for. `neighbours`: the ranks that compute the same activations as this one.
 
-    A warning on rank 0 for an arena without a size, as many files ask for one, and when there are no neighbours to
-    share with.
+    A warning on rank 0 for each key without effect, unless it is in `said`, where it is noted.
     """
+    said = set() if said is None else said
+    for note in without_effect(section, neighbours) if rank == 0 else ():
+        if note not in said:
+            said.add(note)
+            warnings.warn(f"{PATH}.{note}; the key has no effect", ConfigWarning, stacklevel=stacklevel())
     home: Home | None = Host() if section.cpu_checkpointing else None
     if section.contiguous_memory_optimization and section.number_checkpoints is not None:
         home = Contiguous(section.number_checkpoints, torch.device("cpu") if section.cpu_checkpointing else None)
-    elif section.contiguous_memory_optimization and rank == 0:
-        no_effect(
-            "contiguous_memory_optimization",
-            f"needs {PATH}.number_checkpoints, the number of layers that are checkpointed in one forward",
-        )
     if section.partition_activations:
-        if neighbours.size == 1 and rank == 0:
-            no_effect(
-                "partition_activations",
-                "no other rank computes the same activations (there is no model parallelism), so there is nobody to "
-                "share them with",
-            )
         home = Partitioned(neighbours, then=home)
     if not (section.synchronize_checkpoint_boundary or section.profile):
         return Checkpoint(home, trackers=trackers)
@@ -60,9 +58,20 @@ def checkpointer(
     return Checkpoint(home, trackers=trackers, around=around)
 
 
-def no_effect(key: str, reason: str) -> None:
-    """A warning that this key of the section is accepted, and why it changes nothing."""
-    warnings.warn(f"{PATH}.{key} = True: {reason}; the key has no effect", ConfigWarning, stacklevel=3)
+def without_effect(section: ActivationCheckpointing, neighbours: Group) -> Iterator[str]:
+    """The keys that are accepted, and why they change nothing: an arena without a size, as many files ask for one, and
+    activations that nobody shares.
+    """
+    if section.contiguous_memory_optimization and section.number_checkpoints is None:
+        yield (
+            f"contiguous_memory_optimization = True: needs {PATH}.number_checkpoints, the number of layers that are "
+            "checkpointed in one forward"
+        )
+    if section.partition_activations and neighbours.size == 1:
+        yield (
+            "partition_activations = True: no other rank computes the same activations (there is no model "
+            "parallelism), so there is nobody to share them with"
+        )
 
 
 @contextmanager

@@ -45,6 +45,7 @@ UNPREFIXED = (
     "use_all_reduce_for_fetch_params allgather_sequential"
 )
 ALIASES = {f"zero_optimization.{name}": f"stage3_{name}" for name in UNPREFIXED.split()}
+ALIASES["elasticity.prefer_large_batch"] = "prefer_larger_batch"  # so in DeepSpeed's documentation, unread by its code
 # TRL, and accelerate once, write these at the top for a model that is not trained. DeepSpeed reads none; what they say
 # is a size, and changes no result. Any other path as a key is an error.
 DOTTED = tuple(
@@ -66,7 +67,7 @@ def table(model: type[BaseModel]) -> dict[str, Key]:
     ]
     keys = {key.path: key for key in [*_fields(model), *not_honoured(), *deprecated, *named()]}
     for path, name in ALIASES.items():
-        long = keys[f"zero_optimization.{name}"]
+        long = keys[f"{path.rpartition('.')[0]}.{name}"]
         keys[path] = Key(path, long.verdict, f"another spelling of {long.path}", long.silent)
     return keys
 

@@ -72,5 +72,7 @@ class Trial:
             steps = step - self.config.start_profile_step
             if self.rank == 0:
                 found = {"throughput": (samples - self.began[1]) / seconds, "latency": 1e3 * seconds / steps}
-                self.path.write_text(json.dumps(found), encoding="utf-8")
+                part = self.path.with_suffix(".part")  # whoever reads the file finds all of it
+                part.write_text(json.dumps(found), encoding="utf-8")
+                part.replace(self.path)
             raise SystemExit(0)

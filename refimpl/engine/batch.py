@@ -21,7 +21,7 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 def complete(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """`values` with all three sizes; `world_size` counts the data-parallel ranks. Raises `ConfigError`."""
-    train, micro, steps = (_size(values, key) for key in (TRAIN, MICRO, STEPS))
+    train, micro, steps = (size(values, key) for key in (TRAIN, MICRO, STEPS))
     if train is None and micro is None:
         raise ConfigError(
             f"neither {TRAIN} nor {MICRO} is given; set one of them ({TRAIN} = {MICRO} x {STEPS} x world size)"
@@ -48,7 +48,8 @@ def _tensor_ranks(values: Mapping[str, Any]) -> int:
     return whole_number(section.get("autotp_size")) if isinstance(section, Mapping) else 1
 
 
-def _size(values: Mapping[str, Any], key: str) -> int | None:
+def size(values: Mapping[str, Any], key: str) -> int | None:
+    """What one of the three says. ConfigError if that is no whole number of at least 1."""
     if values.get(key) is None:
         return None
     try:

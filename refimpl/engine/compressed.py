@@ -8,7 +8,6 @@ DeepSpeed's files: deepspeed/compression/compress.py, scheduler.py. Its steps ar
 schedule begins anew where training goes on; here they are the updates that the engine has made.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from refimpl.compress.weights.clean import in_own_memory, keep_inputs, keep_outputs, settle
+from refimpl.compress.weights.clean import in_own_memory, keep_inputs, keep_outputs, settle, size_of
 from refimpl.compress.weights.layers import Compressed, become
 from refimpl.compress.weights.masks import Prune
 from refimpl.compress.weights.quantize import Quantize
-from refimpl.engine.compression_scopes import Scope, scopes
+from refimpl.engine.compression_scopes import Scope, scopes, tell
 from refimpl.engine.compression_training import CompressionTraining
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.keys import ConfigError
 from refimpl.zero.init import GatheredParameters
 
 
@@ -104,7 +103,7 @@ class Clock:
         """ConfigWarning for layers that nobody would tell."""
         if not self.config.active and any(layer.techniques and layer.step < 0 for layer in self.layers()):
             said = "init_compression made layers for it, and the configuration given to initialize has none"
-            warnings.warn(f"compression_training: {said}: nothing is rounded or masked", ConfigWarning, stacklevel=5)
+            tell(f"compression_training: {said}: nothing is rounded or masked")
 
     def tell(self, step: int) -> None:
         if self.config.active:
@@ -126,13 +125,14 @@ class Clock:
 def finish(model: nn.Module, config: CompressionTraining) -> None:
     """Make of every layer what its techniques have decided; what has related modules becomes smaller, and these too.
 
-    ConfigError where a layer is none that `prepare` made.
+    ConfigError, before anything has changed, where a layer is none that `prepare` made, or cannot be cut so.
     """
     wanted = list(scopes(model, config))
     for scope in wanted:
         for name in scope.layers:
             if not isinstance(model.get_submodule(name), Compressed):
                 raise ConfigError(f"{scope.path}: {name} was not made ready: call init_compression before its training")
+    refuse_uneven(model, wanted)
     for scope in wanted:
         layers = [model.get_submodule(name) for name in scope.layers]
         kept = [settle(layer, scope.method, bool(scope.related)) for layer in layers if isinstance(layer, Compressed)]
@@ -143,3 +143,25 @@ def finish(model: nn.Module, config: CompressionTraining) -> None:
                     cut(model.get_submodule(name), mask)
     if any(scope.related for scope in wanted):
         in_own_memory(model)
+
+
+def refuse_uneven(model: nn.Module, wanted: Iterable[Scope]) -> None:
+    """ConfigError where a layer's size, after the cuts before, is no multiple of the parts of which it is to lose some.
+
+    Nor can a grouped convolution be cut: its weight has the channels of one group.
+    """
+    sizes: dict[tuple[str, int], int] = {}
+    for scope in (scope for scope in wanted if scope.related):
+        own = 1 if scope.method == "head_pruning" else 0  # the dimension that the layer itself loses some of
+        for at, name in enumerate(scope.layers):
+            layer: Any = model.get_submodule(name)
+            if (technique := layer.techniques.get(scope.method)) is None:  # cleaned already
+                continue
+            kept = technique.kept(layer)
+            for each, dim in [(name, own), *((names[at], 1 - own) for names in scope.related if names)]:
+                of = model.get_submodule(each)
+                size = sizes.get((each, dim), size_of(of, dim))
+                if size % kept.numel() or getattr(of, "groups", 1) > 1:
+                    what = f"{each}, a {type(of).__name__} with {size} there"
+                    raise ConfigError(f"{scope.path}: {name} has {kept.numel()} parts, and {what}, cannot lose some")
+                sizes[each, dim] = size // kept.numel() * int(kept.sum())

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from refimpl.comm.board import stacklevel
 from refimpl.compress.weights.layers import KINDS, ORDER, Technique, kind
 from refimpl.compress.weights.masks import Part, Prune
 from refimpl.compress.weights.quantize import Quantize, QuantizeInput
@@ -51,6 +52,8 @@ def scopes(model: nn.Module, config: CompressionTraining) -> Iterator[Scope]:
         for name, group in section.different_groups.items():
             path = f"compression_training.{method}.different_groups.{name}"
             technique = make(method, section.shared_parameters, group.params)
+            if not group.modules:
+                tell(f"{path}: modules is empty, so that it is for no layer; left out it is for all")
             for word, related in zip(group.modules, group.related_modules or repeat([]), strict=False):
                 layers = found(model, word, path, method)
                 for layer in layers:
@@ -92,22 +95,32 @@ def found(model: nn.Module, word: str, path: str, method: str) -> list[str]:
     own = [name for name, its in kinds.items() if its is None]
     wrong = [name for name, its in kinds.items() if its is not None and method not in KINDS[its][1]]
     if own:
-        warnings.warn(f"{path}: {own[0]} computes in its own way, and stays as it is", ConfigWarning, stacklevel=2)
+        tell(f"{path}: {own[0]} computes in its own way, and stays as it is")
     if wrong and word != "*":
         what = type(model.get_submodule(wrong[0])).__name__
         raise ConfigError(f"{path}: {word} finds {wrong[0]}, a {what}, which {method} is not for")
     layers = [name for name in hits if name not in own and name not in wrong]
     if not layers:
         remedy = "convert_conv1d_to_linear makes Linear layers of GPT-2's"
-        warnings.warn(f"{path}: {word} finds no layer that can be compressed; {remedy}", ConfigWarning, stacklevel=2)
+        tell(f"{path}: {word} finds no layer that can be compressed; {remedy}")
     return layers
 
 
 def named(model: nn.Module, word: str, path: str) -> list[str]:
-    """Linear, Conv2d, Embedding and BatchNorm2d layers in whose names `word` is found; all of them for `*`."""
+    """Linear, Conv2d, Embedding and BatchNorm2d layers in whose names `word` is found; all of them for `*`.
+
+    One at two places has two names, and goes by the first. What torch.compile adds to a name is not looked at.
+    """
     try:
         pattern = re.compile("" if word == "*" else word)
     except re.error as error:
         raise ConfigError(f"{path}: {word!r} is no regular expression: {error}") from None
+    every = ((name.replace("_orig_mod.", ""), module) for name, module in model.named_modules(remove_duplicate=False))
     kinds = (*KINDS, nn.BatchNorm2d)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds) and pattern.search(name)]
+    hits = {module for name, module in every if isinstance(module, kinds) and pattern.search(name)}
+    return [name for name, module in model.named_modules() if module in hits]
+
+
+def tell(note: str) -> None:
+    """A warning at the line of the script that led here."""
+    warnings.warn(note, ConfigWarning, stacklevel=stacklevel())

@@ -8,7 +8,7 @@ was asked for is dropped in silence. DeepSpeed's file: deepspeed/runtime/config.
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -24,7 +24,6 @@ from refimpl.engine.quote import quote, readable
 from refimpl.engine.read import raw_config
 from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.engine.sections import OffloadParam
-from refimpl.engine.values import Section
 
 
 def load_config(
@@ -58,18 +57,6 @@ def load_config(
     if problems:
         raise ConfigError("\n".join(problems))
     return settings
-
-
-S = TypeVar("S", bound=Section)
-
-
-def section_of(config: Mapping[str, Any] | str | Path, name: str, kind: type[S]) -> S:
-    """One section of a configuration, for who reads no other. Raises `ConfigError`, and warns of nothing."""
-    values, _ = answer({name: raw_config(config).get(name)}, table(DeepSpeedConfig))
-    try:
-        return kind.model_validate(values.get(name, {}))
-    except ValidationError as error:
-        raise ConfigError("\n".join(readable(error, f"{name}."))) from None
 
 
 def _wrong_arguments(values: Mapping[str, Any]) -> list[str]:

@@ -16,16 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from refimpl.engine.batch import MICRO, STEPS, TRAIN
 from refimpl.engine.elastic import choose
 from refimpl.engine.keys import ConfigError
-from refimpl.engine.quote import quote, readable
+from refimpl.engine.one_section import section_of
+from refimpl.engine.quote import quote
 from refimpl.engine.sections import Elasticity
 
 SCHEDULER = "DEEPSPEED_ELASTICITY_CONFIG"  # the section, as JSON, that whoever starts the ranks has read
-FOR_SCHEDULERS = "min_time"  # minutes; read by nobody here
 
 
 class ElasticityError(ConfigError):
@@ -67,27 +65,29 @@ def with_batch(values: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     ranks: data-parallel ones. `ElasticityError` names the key.
     """
     others = {name: value for name, value in values.items() if name != "elasticity"}
-    section = read(values.get("elasticity"))
+    section = read(values)
     if section is None:
         return others
     check_scheduler(section)
-    given = [name for name in (TRAIN, MICRO, STEPS) if others.get(name) is not None]
+    chosen = shared(section).triple(ranks)
+    given = [name for name, size in chosen.items() if others.get(name, size) not in (None, size)]
     if given and not section.ignore_non_elastic_batch_info:
         raise ElasticityConfigError(
             f"{', '.join(given)}: elasticity chooses all three sizes; leave them out, or set "
             "elasticity.ignore_non_elastic_batch_info to true"
         )
-    return {**others, **shared(section).triple(ranks), "elasticity": section}
+    return {**others, **chosen, "elasticity": section}
 
 
-def read(given: Any, where: str = "elasticity") -> Elasticity | None:
-    """The section, checked; None where it is off. ElasticityConfigError, a line for each key that is wrong."""
+def read(config: Mapping[str, Any]) -> Elasticity | None:
+    """The section of `config`, checked; None where it is off. ElasticityConfigError, a line for each wrong key."""
+    given = config.get("elasticity")
     if not isinstance(given, Mapping) or not given.get("enabled"):
         return None
     try:
-        section = Elasticity.model_validate({name: given[name] for name in given if name != FOR_SCHEDULERS})
-    except ValidationError as error:
-        raise ElasticityConfigError("\n".join(readable(error, f"{where}."))) from None
+        section = section_of(config, "elasticity", Elasticity)
+    except ConfigError as error:
+        raise ElasticityConfigError(str(error)) from None
     return section if section.enabled else None
 
 
@@ -95,18 +95,19 @@ def check_scheduler(section: Elasticity) -> None:
     """ElasticityConfigError where whoever starts the ranks counts on another batch than they will train with."""
     if (text := os.environ.get(SCHEDULER)) is None:
         return
+    there = f"{SCHEDULER} in the environment"
     try:
         given = json.loads(text)
+        seen = read({"elasticity": given})
     except json.JSONDecodeError as error:
-        raise ElasticityConfigError(f"{SCHEDULER} in the environment is not JSON: {error}") from None
-    seen = read(given, SCHEDULER)
+        raise ElasticityConfigError(f"{there} is not JSON: {error}") from None
+    except ElasticityConfigError as error:
+        raise ElasticityConfigError(f"{there}: {error}") from None
     if seen is None:
-        raise ElasticityConfigError(f"{SCHEDULER} in the environment: no section with enabled = true: {quote(given)}")
+        raise ElasticityConfigError(f"{there}: no section with enabled = true: {quote(given)}")
     ours, theirs = (one.model_dump(exclude={"ignore_non_elastic_batch_info"}) for one in (section, seen))
     if differ := [f"{name} {theirs[name]} there, {ours[name]} here" for name in ours if ours[name] != theirs[name]]:
-        raise ElasticityConfigError(
-            f"elasticity is not what {SCHEDULER} in the environment says: {'; '.join(differ)}: give both the same"
-        )
+        raise ElasticityConfigError(f"elasticity is not what {there} says: {'; '.join(differ)}: give both the same")
 
 
 def shared(section: Elasticity) -> Shared:

@@ -65,8 +65,7 @@ class PipelineEngine(Engine):
             )
         self.train()
         self.group.ledger.reset()
-        if self.told.grows(self.global_steps):
-            self.reset_activation_shape()  # who cuts the sequences asks `curriculum_scheduler_legacy` how long
+        self._grow()
         inputs, labels = self._micro_batches(data_iter, number)
         self.tput_timer.start()
         what = f"forward and backward of {number} micro-batches through this rank's stages"
@@ -103,6 +102,7 @@ class PipelineEngine(Engine):
         """
         if compute_loss and reduce_output != "avg":
             raise NotImplementedError(f"eval_batch: reduce_output {reduce_output!r} of a loss: only 'avg'")
+        self._grow()
         with self._evaluating():
             inputs, labels = self._micro_batches(data_iter, num_micro_batches or self.micro_batches)
             said: list[Any] = []
@@ -185,6 +185,11 @@ class PipelineEngine(Engine):
     def copies(self) -> dict[nn.Parameter, str]:
         """Shared weights that an earlier stage has: their names there."""
         return {p: self.saved_name(name) for p, name in self.module.first_names.items()}
+
+    def _grow(self) -> None:
+        """Agree on shapes anew where this step's difficulty is another: who cuts the sequences asks for it, too."""
+        if self.told.grows(self.global_steps):
+            self.reset_activation_shape()
 
     def _micro_batches(self, data_iter: Iterator[Any] | None, number: int) -> tuple[list[Any], list[Any]]:
         """The inputs and the labels of this rank's next micro-batches; None for each where no stage uses them."""

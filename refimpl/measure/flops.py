@@ -18,16 +18,16 @@ from rich.table import Table
 from torch import nn
 
 from refimpl.measure.clock import now
+from refimpl.measure.running import ALL, Running, paths
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-ALL = "Global"  # what the counter calls the sum
 FORWARD = "one forward pass"
 
 
-def counter() -> "FlopCounterMode":
-    """Torch's, with a CPU's attention: it knows a GPU's, and of a CPU's only what is made of products."""
+def counter(model: nn.Module) -> "FlopCounterMode":
+    """Torch's, by the modules of `model`, with a CPU's attention: of a CPU's it knows only what is made of products."""
     # Imports triton, which looks once whether it is to interpret kernels: whoever wants that says so before.
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -42,7 +42,9 @@ def counter() -> "FlopCounterMode":
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
-    return FlopCounterMode(display=False, custom_mapping=attention)
+    made = FlopCounterMode(display=False, custom_mapping=attention)
+    made.mod_tracker = Running(model)  # type: ignore[assignment]
+    return made
 
 
 class FlopsProfiler:
@@ -64,7 +66,7 @@ class FlopsProfiler:
         """Count from zero, but for modules of these classes."""
         self.stop_profile()
         self._ignored = tuple(ignore_list or ())
-        self._counter = counter()
+        self._counter = counter(self.model)
         self._counter.__enter__()  # type: ignore[no-untyped-call]
         self._begin = now(self._device)
         self.started = True
@@ -153,9 +155,10 @@ class FlopsProfiler:
         for column in ("module", "class", "parameters", "FLOPs", "share"):
             table.add_column(column, justify="left" if column in ("module", "class") else "right", no_wrap=True)
         for name in rows:
-            module, flops = names.get(name), self.by_module[name]  # None: called by itself, as a pipeline's layers are
-            known = [type(module).__name__, f"{sum(p.numel() for p in module.parameters()):,}"] if module else ["", ""]
-            table.add_row(name, *known, f"{flops:,}", f"{flops / total:.1%}" if total else "")
+            module, flops = names[name], self.by_module[name]
+            parameters = f"{sum(p.numel() for p in module.parameters()):,}"
+            share = f"{flops / total:.1%}" if total else ""
+            table.add_row(name, type(module).__name__, parameters, f"{flops:,}", share)
         out = io.StringIO()
         Console(file=out, width=200).print(table)
         return "".join(f"{line.rstrip()}\n" for line in [title, *out.getvalue().splitlines()])
@@ -172,12 +175,11 @@ class FlopsProfiler:
                     largest.append(name)
             shown = largest
         order = {name: i for i, name in enumerate(self.modules())}
-        return sorted(shown, key=lambda name: order.get(name, len(order)))
+        return sorted(shown, key=order.__getitem__)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """By what the counter calls them: the model's class, and the path in it."""
-        root = type(self.model).__name__
-        return {f"{root}.{name}" if name else root: module for name, module in self.model.named_modules()}
+        """By what the counter calls them."""
+        return paths(self.model)
 
 
 def get_model_profile(

@@ -35,6 +35,22 @@ def problem(config: Mapping[str, Any]) -> str | None:
             return f"schedule_config.{key} is missing, which {kind} needs"
     if kind == "fixed_discrete" and len(given["difficulty"]) != len(given["max_step"]) + 1:
         return "schedule_config.difficulty must have one element more than max_step: the last is for all later steps"
+    return _never_grown(kind, config["min_difficulty"], config["max_difficulty"], given)
+
+
+def _never_grown(kind: str, least: int, most: int, given: Mapping[str, Any]) -> str | None:
+    """What would go wrong later, and in silence: DeepSpeed takes all of it."""
+    if least > most:
+        return f"min_difficulty {least} is more than max_difficulty {most}: it would never grow"
+    if kind in ("fixed_linear", "fixed_root") and 0 < least < (multiple := given["difficulty_step"]):
+        return f"min_difficulty {least} is less than schedule_config.difficulty_step {multiple}: it would begin with 0"
+    if kind == "fixed_discrete" and sorted(given["max_step"]) != list(given["max_step"]):
+        return f"schedule_config.max_step must not fall: {given['max_step']}"
+    if kind == "fixed_discrete" and any(difficulty >= most for difficulty in given["difficulty"][:-1]):
+        difficulties = given["difficulty"]
+        return (
+            f"schedule_config.difficulty reaches max_difficulty {most} before its last: {difficulties}; there it stays"
+        )
     return None
 
 

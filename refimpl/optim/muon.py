@@ -36,6 +36,9 @@ class Muon(Base):
 
     A group that has `use_muon` stays one. Parameters, gradients, `momentum_buffer`, and `exp_avg`, `exp_avg_sq` of the
     rest, share shape and dtype.
+
+    torch's OneCycleLR and CyclicLR cycle one thing of all groups, `betas` where an optimizer has them: that is AdamW's
+    part alone. (DeepSpeed's Muon they refuse.) `OneCycle` of refimpl.optim.cycle cycles the momentum of either kind.
     """
 
     layerwise = True  # ZeRO may cut its parameters where it brings the parts of matrices together

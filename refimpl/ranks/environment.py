@@ -107,6 +107,20 @@ def meeting_point(place: Place, environ: Mapping[str, str] = os.environ) -> str:
     return f"tcp://{host}:{port or 20000 + zlib.crc32(place.job.encode()) % 10000}"
 
 
+def in_torchruns_words(port: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What mpirun or srun said of this rank, as torchrun says it, with `port` to meet at on rank 0's machine.
+
+    Nothing where torchrun has said it; without a launcher a world of one. RuntimeError as `meeting_point`.
+    """
+    place = find(environ) or Place("nobody", 0, 1, 0, 1, "")
+    if place.launcher == "torchrun":
+        return {}
+    host, _, _ = meeting_point(place, {**environ, "MASTER_PORT": str(port)}).removeprefix("tcp://").rpartition(":")
+    local = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}
+    said = {"RANK": place.rank, "WORLD_SIZE": place.size, **local, "MASTER_ADDR": host, "MASTER_PORT": port}
+    return {name: str(value) for name, value in said.items() if value is not None}
+
+
 def several(environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks this process is one of, as far as its environment says; 1 if it says nothing."""
     if place := find(environ):

@@ -182,6 +182,12 @@ class Stage(Hooked, Beside, Held):
             self.apply(gradients)
         return result
 
+    def reduce_rest(self) -> None:
+        """Reduce what `no_sync` has kept; the next step would. A collective."""
+        refuse_inside("reduce_rest()")
+        self.passes.settle()
+        self.gradients.finish()
+
     def collect(self) -> dict[Bucket, Tensor]:
         """The mean gradients since the last step."""
         self.free_gathered()

@@ -2,7 +2,8 @@
 
 import json
 import shlex
-import subprocess
+import signal
+import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,11 +14,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import refimpl
+from refimpl.bench import trials
 from refimpl.bench.autotune import Candidate, Metrics, Search, Space
 from refimpl.bench.trials import Script, Trials, given, replaced, summary
-from refimpl.cli.autotune import without
+from refimpl.cli.autotune import ended_as_by_ctrl_c, without
 from refimpl.cli.main import app
 from refimpl.engine.autotuning import Autotuning
+from refimpl.engine.batch import STEPS
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError, ConfigWarning
 
@@ -74,10 +77,27 @@ def test_what_the_file_allows_is_tried(raw: dict[str, Any], keys: dict[str, int]
     assert (space.stages, space.sizes, space.steps) == right
 
 
+def test_ranks_that_share_a_model_count_once_in_the_largest_batch(tmp_path: Path) -> None:
+    file = {**FILE, "train_micro_batch_size_per_gpu": "auto", "tensor_parallel": {"autotp_size": 2}}
+    file["autotuning"] = {"enabled": True, "max_train_batch_size": 8}  # of 2 micro-batches on one of two ranks
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    assert Trials(Script.of(["t.py"], ["--deepspeed", str(tmp_path / "ds.json")]), 2).space.sizes == [1, 2, 4]
+
+
 def test_nothing_to_try_is_an_error() -> None:
     raw = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match=r"no micro-batch from 4 up .* 2 micro-batches on each of 8 ranks"):
         Space.of(raw, asked(max_train_batch_size=63), 8, {})
+    for section, said in (
+        ({"gradient_accumulation_steps": [1, 2]}, r"gradient_accumulation_steps = \[1, 2\]: must be a whole number"),
+        ({"train_micro_batch_size_per_gpu": []}, r"train_micro_batch_size_per_gpu = \[\]: must be a whole number"),
+        ({"train_micro_batch_size_per_gpu": [2, "a"]}, "train_micro_batch_size_per_gpu = 'a': must be a whole number"),
+        ({"zero_optimization": {"stage": [1, "all"]}}, r"stage = \[1, 'all'\]: 0, 1, 2 or 3, a list of these, or"),
+        ({"zero_optimization": {"stage": []}}, r"stage = \[\]: 0, 1, 2 or 3"),
+        ({"zero_optimization": {"reduce_bucket_size": [1, 2]}}, r"reduce_bucket_size = \[1, 2\]: no list is tried but"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Space.of(section, asked(), 1, {})
 
 
 def search(speeds: dict[tuple[int | None, int], float], keys: dict[str, Any], stages: list[int | None]) -> Search:
@@ -104,6 +124,15 @@ def test_micro_batches_double_while_that_pays_and_stages_rise_while_they_do() ->
     fast = search(speeds, {"metric": "latency"}, [0, 1])
     assert fast.best == Candidate(0, 1, 1)  # 100 ms, and 111
     assert summary(fast).splitlines()[-1] == "| global | 4 | 100.0 | z0_tmbspg1_gas1 |"
+
+
+def test_where_the_scripts_own_micro_batch_is_too_large_its_halves_are_tried() -> None:
+    space = Space.of({"train_micro_batch_size_per_gpu": "auto"}, asked(), 1, {"train_micro_batch_size_per_gpu": 12})
+    assert (space.sizes[:2], space.smaller) == ([12, 24], (6, 3, 1))
+    assert Space.of({"train_micro_batch_size_per_gpu": [4, 8]}, asked(), 1, {}).smaller == ()
+    found = Search(asked(), lambda c: {"throughput": c.micro, "latency": 1.0} if c.micro <= 3 else None)
+    assert found.run(space) == Candidate(None, 3, 1)
+    assert [candidate.micro for candidate, _ in found.tried] == [12, 6, 3]
 
 
 def test_a_search_ends() -> None:
@@ -163,16 +192,16 @@ def test_a_script_is_tried_and_the_best_is_written(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "ds.json").write_text(json.dumps(FILE))
-    real = subprocess.run
+    real = trials.to_its_end
 
-    def run(command: list[str], stderr: IO[str], **more: Any) -> None:
+    def run(command: list[str], out: IO[str], error: IO[str]) -> int:
         """Trials of stage 1 fail, and cost no ranks."""
-        if "z1_tmbspg2" in command[-1]:
-            stderr.write("[rank0]: Traceback:\n[rank0]: MemoryError: too large\nE1129 torch ChildFailedError:\n")
-        else:
-            real(command, stderr=stderr, **more)
+        if "z1_tmbspg2" not in command[-1]:
+            return real(command, out, error)
+        error.write("[rank0]: Traceback:\n[rank0]: MemoryError: too large\nE1129 torch ChildFailedError:\n")
+        return 1
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(trials, "to_its_end", run)
     line = f"deepspeed --autotuning tune --num_gpus 1 --master_port {free_port()} train.py --deepspeed_config ds.json"
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, result.output
@@ -191,9 +220,28 @@ def test_a_script_is_tried_and_the_best_is_written(tmp_path: Path, monkeypatch: 
     }
     assert shlex.split((folder / "cmd_optimal.txt").read_text())[-1] == str(folder / "ds_config_optimal.json")
     assert "global | 2 |" in (folder / "summary.txt").read_text()
-    trials = Trials(Script.of(["train.py"], line.split()[-2:]), 1)  # what has a result is not tried again
-    monkeypatch.setattr(subprocess, "run", None)
-    assert trials.measure(Candidate(0, 2, 2)) == json.loads((good / "metrics.json").read_text())
+    monkeypatch.setattr(trials, "to_its_end", lambda *_: 0)
+    before, candidate = line.split()[3:-2], Candidate(0, 2, 2)
+    again = Trials(Script.of(before, line.split()[-2:]), 1)  # what has a result is not tried again
+    assert again.measure(candidate) == json.loads((good / "metrics.json").read_text())
+    other = Trials(Script.of(["--num_gpus", "2", "train.py"], line.split()[-2:]), 2)  # but this is another's
+    assert other.measure(candidate) is None
+    assert "failed: the script ended before step 3, end_profile_step" in other.why(candidate)
+    (bad / "stderr.log").write_text("  traceback : Signal 9 (SIGKILL) received by PID 77\n")
+    assert "failed: Signal 9 (SIGKILL) (" in other.why(Candidate(1, 2, 2))
+
+
+def test_a_trial_ends_with_the_search(tmp_path: Path) -> None:
+    """Told to end: itself as by Ctrl-C, here by the trial; the trial by SIGTERM, as torchrun is to end its ranks."""
+    code = "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(print('ended'))); os.kill(os.getppid(), 2); "
+    with (tmp_path / "out").open("w") as out, pytest.raises(KeyboardInterrupt):
+        trials.to_its_end([sys.executable, "-c", code + "signal.pause()"], out, out)
+    assert (tmp_path / "out").read_text() == "ended\n"
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    before = [*map(signal.getsignal, ends)]
+    with ended_as_by_ctrl_c():
+        assert [*map(signal.getsignal, ends)] == [signal.default_int_handler] * 2
+    assert [*map(signal.getsignal, ends)] == before
 
 
 @pytest.mark.parametrize(
@@ -204,6 +252,9 @@ def test_a_script_is_tried_and_the_best_is_written(tmp_path: Path, monkeypatch: 
         ("--autotuning tune train.py --deepspeed ds.json", {"enabled": False}, "autotuning.enabled is not true"),
         ("--autotuning tune train.py --deepspeed ds.json", {"fast": False}, "fast = False: stages and micro-batches"),
         ("--autotuning tune train.py --deepspeed ds.json", {"arg_mappings": {"lr": "--lr"}}, "lr is not tried; only"),
+        ("--autotuning tune train.py --deepspeed ds.json", {"arg_mappings": {STEPS: "gas"}}, "no option of a script:"),
+        ("--autotuning tune train.py --deepspeed ds.json", {"fats": True}, "autotuning.fats: unknown key"),
+        ("--autotuning tune train.py --deepspeed ds.json", {}, "optimiser: unknown key; did you mean optimizer?"),
         ("--autotuning tune train.py --deepspeed ds.json", {"end_profile_step": 1}, "no step would be timed"),
     ],
 )
@@ -211,7 +262,12 @@ def test_what_cannot_be_tried_is_told(
     line: str, section: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds.json").write_text(json.dumps({**FILE, "autotuning": {**FILE["autotuning"], **section}}))
+    file = {
+        **FILE,
+        "autotuning": {**FILE["autotuning"], **section},
+        **({"optimiser": {}} if "optimiser" in said else {}),
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(file))
     result = CliRunner().invoke(app, ["deepspeed", *line.split()])
     assert result.exit_code == 2
     assert said in result.output

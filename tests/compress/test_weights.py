@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from refimpl.compress.weights.clean import keep_inputs, keep_outputs, settle
 from refimpl.compress.weights.grid import on_grid
@@ -137,6 +138,17 @@ def test_a_range_that_was_seen_is_kept_for_evaluation() -> None:
     assert layer.fed(torch.tensor([[-100.0, 100.0]])).abs().max() < 6  # moved to the ends
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_range_moves_once_where_a_checkpoint_computes_again(again: bool) -> None:
+    layer = become(nn.Linear(2, 2))
+    layer.add("activation_quantization", QuantizeInput(0, 4, static=True))
+    layer.step = 0
+    for x in (torch.tensor([[-1.0, 3.0]]), torch.tensor([[0.0, 5.0]])):
+        x.requires_grad_()
+        (checkpoint(layer, x, use_reentrant=False) if again else layer(x)).sum().backward()
+    assert layer.activation_quantizer.x_min_max.tolist() == pytest.approx([-0.95, 3.1])
+
+
 class Attention(nn.Module):
     """Four heads of 2 over a width of 8."""
 
@@ -261,6 +273,7 @@ def test_sixteen_bits_are_rounded_as_if_they_were_more() -> None:
 
 def test_an_embedding_with_a_largest_norm_has_it_behind_rounding() -> None:
     layer = become(nn.Embedding(5, 4, max_norm=0.5))
+    nn.init.uniform_(layer.weight, 1, 2)  # every row is longer than that
     layer.add("weight_quantization", Quantize(0, 4, 4, groups=5))
     layer.step = 0
     out = layer(torch.arange(5))

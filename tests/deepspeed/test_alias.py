@@ -23,6 +23,7 @@ import refimpl.deepspeed.ops.adam
 assert deepspeed is refimpl.deepspeed and dist is comm is refimpl.deepspeed.comm
 assert FusedAdam is refimpl.deepspeed.ops.adam.FusedAdam and ZeroParamStatus is ours.ZeroParamStatus
 import deepspeed.ops.adam.fused_adam, deepspeed.ops.adam.cpu_adam
+from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
 import deepspeed.ops.lion.cpu_lion, deepspeed.ops.lamb.fused_lamb
 import deepspeed.ops.adagrad.cpu_adagrad
 from deepspeed.ops.op_builder.builder import OpBuilder

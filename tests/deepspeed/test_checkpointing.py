@@ -201,6 +201,20 @@ def test_an_arena_without_a_size_is_told_and_trains() -> None:
         assert isinstance(engine.activation_checkpoint.home, Host)
 
 
+def test_what_has_no_effect_is_told_once_at_the_scripts_line() -> None:
+    """However many engines: a generator and its discriminator, or a later one without the section."""
+    config = CONFIG | {"activation_checkpointing": {"contiguous_memory_optimization": True}}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for settings in (config, config, CONFIG):
+            deepspeed.initialize(model=nn.Linear(2, 2), config=settings)
+        homes(partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4)
+    assert [str(w.message).split()[0] for w in told] == [
+        "activation_checkpointing.contiguous_memory_optimization", "activation_checkpointing.partition_activations",
+    ]  # fmt: skip
+    assert {w.filename for w in told} == {__file__}
+
+
 def test_number_checkpoints_is_a_limit_and_reset_gives_the_memory_back() -> None:
     home = homes(contiguous_checkpointing=True, num_checkpoints=2)
     with pytest.raises(ArenaFull, match="number_checkpoints is 2"):

@@ -21,7 +21,7 @@ from refimpl.deepspeed.compression import helper
 from refimpl.deepspeed.launcher import runner
 from refimpl.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, MultiTensorApply
 from refimpl.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from refimpl.deepspeed.runtime import config as constants
 from refimpl.deepspeed.runtime import utils
@@ -29,6 +29,7 @@ from refimpl.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from refimpl.deepspeed.runtime.fp16.loss_scaler import LossScaler
 from refimpl.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from refimpl.deepspeed.runtime.state_dict_factory import SDLoaderFactory
 from refimpl.deepspeed.runtime.zero.config import ZeroStageEnum
 from refimpl.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refimpl.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -253,6 +254,28 @@ def test_what_megatron_imports_before_it_trains(capsys: pytest.CaptureFixture[st
     (tmp_path / "hosts").write_text("a slots=2\nb slots=0\n")
     with pytest.raises(ValueError, match="line 2: 'b slots=0' has no slot"):
         runner.fetch_hostfile(tmp_path / "hosts")
+
+
+def test_an_operator_on_lists_in_chunks() -> None:
+    flag, lists = torch.zeros(1), [[torch.ones(2)], [torch.ones(3)]]
+    assert MultiTensorApply(2048)(lambda *args: args, flag, lists, 0.5) == (2048, flag, lists, 0.5)
+
+
+@pytest.mark.parametrize("name", ["get_sd_loader", "get_sd_loader_json"])
+def test_megatrons_files_are_not_merged_and_say_what_is(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"SDLoaderFactory\.{name}: .* engine\.load_checkpoint reads"):
+        getattr(SDLoaderFactory, name)({"type": "Megatron", "checkpoints": []}, None)
+
+
+def test_what_mpirun_said_is_put_where_torch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in written:  # as it is, put back afterwards
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    deepspeed.comm.mpi_discovery(distributed_port=1234)
+    assert [os.environ[name] for name in written] == ["1", "2", "1", "2", "127.0.0.1", "1234"]
 
 
 def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """`compression_training` of the JSON: every stage trains the same bits, from the step on that was asked for."""
 
+import copy
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -269,10 +270,11 @@ def test_conv1d_becomes_linear() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.addmm(self.bias, x, self.weight)
 
-    model, x = nn.ModuleDict({"a": Conv1D()}), torch.randn(2, 3)
+    model, x = nn.ModuleDict({"a": (conv := Conv1D()), "b": conv}), torch.randn(2, 3)
     before = model["a"](x)
     assert isinstance(convert_conv1d_to_linear(model, Conv1D)["a"], nn.Linear)
     assert torch.allclose(model["a"](x), before)
+    assert model["b"] is model["a"]
 
 
 Q, S = "weight_quantization", "sparse_pruning"
@@ -337,8 +339,11 @@ def test_every_technique_that_is_enabled_is_read() -> None:
 
 def test_what_finds_no_layer_and_what_has_no_effect_is_told() -> None:
     section = {S: technique({"s": group(["attention"], dense_ratio=0.5)}, block_pattern="4x1")}
-    with pytest.warns(ConfigWarning, match="attention finds no layer that can be compressed"):
+    with pytest.warns(ConfigWarning, match="attention finds no layer that can be compressed") as told:
         init_compression(Net(), config(0, section))
+    assert told[0].filename == __file__
+    with pytest.warns(ConfigWarning, match=r"groups\.s: modules is empty, so that it is for no layer"):
+        init_compression(Net(), config(0, {S: technique({"s": group([], dense_ratio=0.5)})}))
     with pytest.warns(ConfigWarning, match=r"block_pattern = '4x1': read with snip_momentum alone"):
         load_config(config(0, section), world_size=1)
     off = {S: {"shared_parameters": {"enabled": False, "method": "snip_momentum", "block_pattern": "4x1"}}}
@@ -361,6 +366,33 @@ def test_a_tied_weight_is_in_one_layer_of_a_technique() -> None:
     with pytest.raises(ConfigError, match=r"groups\.v: embed and head have one weight: name one of them"):
         init_compression(model, config(0, section))
     assert not layers(model)
+
+
+def test_a_layer_has_each_of_its_names_and_not_what_torch_compile_adds() -> None:
+    model = Net(2)
+    model.tail = model.blocks[1]
+    section = {S: technique({"s": group([r"^tail\.0", "^head", r"^blocks\.1\.0"], dense_ratio=0.5)})}
+    with pytest.raises(ConfigError, match=r"blocks\.1\.0 is in s already"):
+        init_compression(model, config(0, section))
+    section[S]["different_groups"]["s"]["modules"].pop()
+    model.head = torch.compile(model.head, backend="eager")
+    init_compression(torch.compile(model, backend="eager"), config(0, section))
+    assert [name for name, m in model.named_modules() if isinstance(m, Compressed)] == ["blocks.1.0", "head._orig_mod"]
+
+
+def test_a_model_that_cannot_be_cut_is_left_as_it_is() -> None:
+    """Of three rows two are left, which no other three parts can leave; and a size that is no multiple."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 2))
+    for related, said in (("2", "2, a Linear with 2"), ("3", "3, a CompressedLinear with 4")):
+        layers = {"a": group(["^0"], [["2"]], dense_ratio=0.5), "b": group(["^1"], [[related]], dense_ratio=0.5)}
+        settings = config(0, {Q: technique({"w": group(["^3"], start_bits=4, target_bits=4)})})
+        settings["compression_training"]["row_pruning"] = technique(layers)
+        ready = init_compression(copy.deepcopy(model), settings)
+        before = {name: value.clone() for name, value in ready.state_dict().items()}
+        with pytest.raises(ConfigError, match=rf"groups\.b: 1 has 3 parts, and {said} there, cannot"):
+            redundancy_clean(ready, settings)
+        assert all(torch.equal(value, before.pop(name)) for name, value in ready.state_dict().items())
+        assert not before
 
 
 def test_an_encoder_layer_of_torch_takes_no_shortcut_around_its_masks() -> None:

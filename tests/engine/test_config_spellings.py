@@ -39,7 +39,7 @@ def test_deprecated_spellings(name: str) -> None:
         load({"train_batch_size": 8, ZERO: {name: True, today: None}})
 
 
-@pytest.mark.parametrize("path", ALIASES)
+@pytest.mark.parametrize("path", [path for path in ALIASES if path.startswith(ZERO)])
 def test_names_of_deepspeeds_fields_beside_those_of_its_documentation(path: str) -> None:
     name, long = path.split(".")[1], ALIASES[path]
     assert KEYS[path].verdict == KEYS[f"{ZERO}.{long}"].verdict

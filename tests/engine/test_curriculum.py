@@ -129,6 +129,8 @@ def piped() -> list[int]:
         rows = engine.curriculum_scheduler_legacy.update_difficulty(engine.global_steps + 1)
         engine.train_batch(iter([(torch.ones(rows, 2), torch.zeros(rows, 2))]))
         seen.append(engine.curriculum_scheduler_legacy.get_current_difficulty())
+        rows = engine.curriculum_scheduler_legacy.update_difficulty(engine.global_steps + 1)  # as Megatron's does
+        engine.eval_batch(iter([(torch.ones(rows, 2), torch.zeros(rows, 2))]))
     return seen
 
 
@@ -144,6 +146,19 @@ WRONG = [
     (
         {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1], "max_step": [1]}},
         "difficulty must have one element more",
+    ),
+    ({"min_difficulty": 11}, "min_difficulty 11 is more than max_difficulty 10"),
+    (
+        {"schedule_config": {"total_curriculum_step": 8, "difficulty_step": 3}},
+        "min_difficulty 2 is less than .*_step 3",
+    ),
+    (
+        {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [2, 4, 10], "max_step": [5, 3]}},
+        r"schedule_config\.max_step must not fall: \[5, 3\]",
+    ),
+    (
+        {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [2, 10, 12], "max_step": [3, 5]}},
+        r"schedule_config\.difficulty reaches max_difficulty 10 before its last: \[2, 10, 12\]",
     ),
 ]
 

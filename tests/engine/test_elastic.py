@@ -79,10 +79,9 @@ def test_every_number_shares_the_batch_and_none_is_outside(
     """Version 0.2, by machines; every divisor of a machine's ranks as the ranks that share a model."""
     together = data.draw(st.sampled_from([t for t in range(1, node + 1) if node % t == 0]))
     low = data.draw(st.integers(1, node))
-    section = read(
-        {"enabled": True, "max_train_batch_size": most * node, "micro_batch_sizes": sorted(micro)}
-        | {"min_gpus": low, "max_gpus": low + 100, "num_gpus_per_node": node, "model_parallel_size": together}
-    )
+    given = {"enabled": True, "max_train_batch_size": most * node, "micro_batch_sizes": sorted(micro)}
+    given |= {"min_gpus": low, "max_gpus": low + 100, "num_gpus_per_node": node, "model_parallel_size": together}
+    section = read({"elasticity": given})
     assert section is not None
     found = shared(section)
     assert found.batch <= most * node
@@ -126,6 +125,25 @@ def test_sizes_beside_it_are_an_error_unless_it_says_that_they_have_no_effect() 
     loaded = load_config(section(ignore_non_elastic_batch_info=True) | beside, world_size=2)
     assert loaded == load_config(section(ignore_non_elastic_batch_info=True), world_size=2)
     assert load_config(section() | dict.fromkeys((TRAIN, MICRO, STEPS), "auto"), world_size=2).train_batch_size == 12
+
+
+def test_a_resolved_configuration_is_read_again() -> None:
+    loaded = load_config(section(), world_size=2)
+    assert load_config(loaded.model_dump(), world_size=2) == loaded
+    with pytest.raises(ElasticityConfigError, match=f"^{STEPS}: elasticity chooses"):  # of 3 ranks another
+        load_config(loaded.model_dump(), world_size=3)
+
+
+def test_the_documentations_spelling_is_the_codes() -> None:
+    """Of 4, which 1, 2 and 4 ranks share, and 6, which 1, 2 and 3 do. DeepSpeed does not read the first spelling."""
+    chosen = {"max_train_batch_size": 6, "micro_batch_sizes": [1, 4], "max_gpus": 4}
+    for name in ("prefer_large_batch", "prefer_larger_batch"):
+        found = [load_config(section(**chosen, **{name: on}), world_size=1).train_batch_size for on in (True, False)]
+        assert found == [6, 4], name
+    with pytest.raises(
+        ElasticityConfigError, match=r"prefer_large_batch and elasticity\.prefer_larger_batch mean the same"
+    ):
+        read(section(prefer_large_batch=True, prefer_larger_batch=True))
 
 
 def test_a_section_that_is_off_is_not_read() -> None:

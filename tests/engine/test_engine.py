@@ -271,6 +271,28 @@ def test_no_sync_sends_once(stage: int) -> None:
             close(weights, oracle(2, steps=1, micros=2)["weights"])
 
 
+def reduced_by_hand(stage: int) -> tuple[int, list[Tensor], dict[str, Tensor]]:
+    """Both micro-batches of a step in `no_sync`: the bytes sent before it and with it, and the weights after it."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage, gradient_accumulation_steps=2))
+    for micro in range(2):
+        with engine.no_sync():
+            engine.backward(engine(batch(engine.group.rank, 0, micro)))
+        engine.allreduce_gradients(bucket_size=500_000_000)
+        assert ("gradients" in engine.group.ledger.sent_bytes("tag")) == (micro == 1), "at the boundary alone"
+        if micro == 0:
+            engine.step()
+    sent = engine.group.ledger.sent_bytes("tag")["gradients"]
+    engine.step()
+    return sent, engine.group.ledger.sent_bytes("tag")["gradients"], engine.stage.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_can_be_reduced_before_the_step(stage: int) -> None:
+    before, after, weights = worlds.run(reduced_by_hand, stage, ranks=2)[0]
+    assert before == after
+    close(weights, oracle(2, steps=1, micros=2, divide=2)["weights"])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_sync_is_refused_where_gradients_are_sharded(stage: int) -> None:
     engine, *_ = refimpl.initialize(model=Net(), config=config(stage))

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from worlds import run
 
 import refimpl
 from refimpl.deepspeed.pipe import LayerSpec, PipelineModule
 from refimpl.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_model_profile
+from refimpl.measure.flops import shortened
+from refimpl.measure.running import ALL
 
 B, T, D, HEADS = 2, 6, 8, 2
 
@@ -110,8 +113,8 @@ def test_an_engine_counts_one_forward_pass_and_trains_as_without(stage: int, tmp
 
 
 def piped(file: str) -> None:
-    layers = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 8, 2)]
-    module = PipelineModule(layers=layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 8, 2)]
+    module = PipelineModule(layers=layers, num_stages=2, loss_fn=F.mse_loss, partition_method=[1, 1, 2])
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": 2,
@@ -123,9 +126,30 @@ def piped(file: str) -> None:
 
 
 def test_a_pipeline_counts_a_step_of_the_first_ranks_stages(tmp_path: Path) -> None:
+    """A layer a row, though two are of a class and none is called by the whole; the last with its backward."""
     run(piped, str(tmp_path / "flops.txt"), ranks=2)
     title, _, *rows, last = (tmp_path / "flops.txt").read_text().splitlines()
     assert title == "FLOPs at step 0, forward and backward of 2 micro-batches through this rank's stages"
-    flops = 2 * 2 * (2 * 3 * 4 * 8)  # the inputs want no gradient: forward, and the weights' gradient
-    assert [row.split() for row in rows] == [["Linear", f"{flops // 2}", "50.0%"]]  # no gradient comes out of it
-    assert last == f"parameters 40, {flops // 2} MACs, {flops} FLOPs"
+    first = 2 * 2 * (2 * 3 * 4 * 4)  # the inputs want no gradient: forward, and the weights' gradient
+    second = 2 * 3 * (2 * 3 * 4 * 8)
+    assert [row.split() for row in rows] == [
+        ["PipelineModule.0", "Linear", "20", f"{first}", f"{first / (first + second):.1%}"],
+        ["PipelineModule.1", "Linear", "40", f"{second:,}", f"{second / (first + second):.1%}"],
+    ]
+    assert last == f"parameters 60, {(first + second) // 2} MACs, {shortened(first + second)}FLOPs"
+
+
+def test_a_module_at_two_places_is_a_row_and_what_a_checkpoint_computes_again_is_its_modules() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model.append(model[0])
+    product = 2 * 3 * 4 * 4
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    hidden = checkpoint(model[:3], torch.ones(3, 4, requires_grad=True), use_reentrant=True)
+    model[3](hidden).sum().backward()
+    profiler.stop_profile()
+    # Forward and the two gradients, and forward again; the module at the end has these without the last.
+    assert profiler.by_module == {
+        ALL: 11 * product, "Sequential.0": 7 * product, "Sequential.2": 4 * product, "Sequential.2.0": 4 * product,
+    }  # fmt: skip
+    assert len(profiler.table("", profiler.rows(-1, None)).splitlines()) == 5

@@ -1,8 +1,18 @@
 """What launchers leave in the environment, read as a place; what they leave out, asked for by name."""
 
+import os
+
 import pytest
 
-from refimpl.ranks.environment import Place, expect_alone, find, meeting_point, several, without_place
+from refimpl.ranks.environment import (
+    Place,
+    expect_alone,
+    find,
+    in_torchruns_words,
+    meeting_point,
+    several,
+    without_place,
+)
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
 OPEN_MPI = {
@@ -80,6 +90,17 @@ def test_ranks_meet_where_they_were_told_else_on_this_machine() -> None:
     assert here.startswith("tcp://127.0.0.1:2")
     assert here == meeting_point(Place("srun", 3, 4, 3, 4, "77"), {})
     assert here != meeting_point(Place("srun", 0, 4, 0, 4, "78"), {})
+
+
+def test_another_launchers_words_become_torchruns() -> None:
+    words = in_torchruns_words(29500, OPEN_MPI | {"MASTER_ADDR": "a"})
+    assert words == TORCHRUN | {"MASTER_PORT": "29500"}
+    assert find(words) == Place("torchrun", 3, 4, 1, 2, f"parent {os.getppid()}")
+    assert in_torchruns_words(29500, words | OPEN_MPI) == {}, "torchrun's own store is at its own port"
+    alone = in_torchruns_words(5, {})
+    assert [alone[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["0", "1", "127.0.0.1"]
+    with pytest.raises(RuntimeError, match="export MASTER_ADDR"):
+        in_torchruns_words(29500, OPEN_MPI)
 
 
 @pytest.mark.parametrize("local_size", [2, None])

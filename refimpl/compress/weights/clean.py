@@ -8,6 +8,7 @@ DeepSpeed's files: deepspeed/compression/compress.py (redundancy_clean), basic_l
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,12 @@ def keep_inputs(layer: nn.Module, kept: Tensor) -> None:
         return
     inputs = _keep(layer, "weight", kept, 1)
     setattr(layer, "in_channels" if isinstance(layer, nn.Conv2d) else "in_features", inputs)
+
+
+def size_of(layer: nn.Module, dim: int) -> int:
+    """Outputs (dim 0) or inputs (dim 1) of a layer; a BatchNorm's are the same."""
+    weight: Any = layer.weight
+    return layer.num_features if isinstance(layer, nn.BatchNorm2d) else int(weight.shape[dim])
 
 
 def _keep(layer: nn.Module, name: str, kept: Tensor, dim: int) -> int:

@@ -107,7 +107,8 @@ class SeenRange(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(least, largest), scalars of x's dtype, with those of x in training."""
-        if self.training and x.numel():
+        again = torch._C._current_graph_task_id() != -1  # in backward: what a checkpoint computes for the second time
+        if self.training and x.numel() and not again:
             with torch.no_grad():
                 seen = torch.stack([x.min(), x.max()]).to(self.x_min_max.dtype)
                 before = torch.where(self.x_min_max[0] == self.x_min_max[1], seen, self.x_min_max)

@@ -15,8 +15,8 @@ from torch import nn
 from refimpl.deepspeed.compression.helper import unwrapped
 from refimpl.engine.compressed import finish, prepare, teach
 from refimpl.engine.compression_training import CompressionTraining
-from refimpl.engine.config import section_of
 from refimpl.engine.engine import Engine
+from refimpl.engine.one_section import section_of
 from refimpl.zero.unit import unit_of
 
 Config = Mapping[str, Any] | str | Path

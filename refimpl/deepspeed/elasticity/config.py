@@ -18,7 +18,7 @@ class ElasticityConfig:
     """The section's values, under the names that DeepSpeed's object has. ElasticityConfigError if it is off."""
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
-        section = read(param_dict)
+        section = read({"elasticity": param_dict})
         if section is None:
             raise ElasticityConfigError("elasticity.enabled is not true: there is no batch to choose")
         self.enabled = section.enabled

@@ -1,6 +1,6 @@
 """The names of the section's keys, and what holds where a key is not set. DeepSpeed: elasticity/constants.py."""
 
-from refimpl.engine.elasticity import FOR_SCHEDULERS, SCHEDULER
+from refimpl.engine.elasticity import SCHEDULER
 from refimpl.engine.sections import Elasticity
 
 _DEFAULTS = {name: field.default for name, field in Elasticity.model_fields.items()}
@@ -17,7 +17,7 @@ MIN_GPUS = "min_gpus"
 MAX_GPUS = "max_gpus"
 NUM_GPUS_PER_NODE = "num_gpus_per_node"
 MODEL_PARALLEL_SIZE = "model_parallel_size"
-MIN_TIME = FOR_SCHEDULERS
+MIN_TIME = "min_time"
 PREFER_LARGER_BATCH = "prefer_larger_batch"
 IGNORE_NON_ELASTIC_BATCH_INFO = "ignore_non_elastic_batch_info"
 VERSION = "version"

@@ -50,7 +50,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 def _section(ds_config: Mapping[str, Any]) -> Elasticity:
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"ds_config: must be a dictionary, not {quote(ds_config)}")
-    section = elasticity.read(ds_config.get("elasticity"))
+    section = elasticity.read(ds_config)
     if section is None:
         raise ElasticityConfigError("elasticity.enabled: must be true, to train elastically; it is off or not there")
     return section

@@ -3,6 +3,10 @@
 Both are AdamW unless told otherwise, with a weight decay of 0, as DeepSpeed's are.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from refimpl.optim.adam import Adam
@@ -46,3 +50,19 @@ class DeepSpeedCPUAdam(Adam):
         if not fp32_optimizer_states:
             raise ValueError("DeepSpeedCPUAdam: fp32_optimizer_states=False: not implemented, states stay in fp32")
         super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode, bias_correction)
+
+
+class MultiTensorApply:
+    """apex's way to call an operator on lists of tensors, in chunks of so many elements.
+
+    Its operators are not here: `FusedAdam` is torch's, and `torch._foreach_add_` and its kin take lists by themselves.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
+    ) -> Any:
+        """op(chunk size, flag, lists, *args). The operator sets the flag where it meets a number that is not finite."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

@@ -39,6 +39,7 @@ class _Configured:
     section: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     mpu: Any = None
     tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
+    said: set[str] = field(default_factory=set)  # each warning once: every `initialize` applies the section again
     how: Checkpoint = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class _Configured:
 
     def apply(self, section: ActivationCheckpointing) -> None:
         rank = comm.get_rank() if comm.is_initialized() else 0
-        self.how = checkpointer(section, _neighbours(self.mpu), rank, (self.tracker,))
+        self.how = checkpointer(section, _neighbours(self.mpu), rank, (self.tracker,), self.said)
         self.section = section
 
 
