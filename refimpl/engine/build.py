@@ -88,7 +88,7 @@ def build(
     Without any optimizer the engine is for inference, and a schedule in the configuration has nothing to do. ValueError
     for one that was given as an argument.
     """
-    settings = read(config, axes, model)
+    settings = read(config, axes, model, optimizer is not None)
     in_order = isinstance(model, PipelineModule)  # DeepSpeed shuffles the data of no pipeline
     if settings.sparse_attention is not None:
         sparse(model, settings.sparse_attention, axes)
@@ -124,9 +124,13 @@ def build(
     return Parts(settings, axes, model, stage, schedule, loader, collate_fn, Monitor(settings, axes.world.rank))
 
 
-def read(config: Mapping[str, Any] | str | Path, axes: Axes, model: nn.Module) -> DeepSpeedConfig:
+def read(
+    config: Mapping[str, Any] | str | Path, axes: Axes, model: nn.Module, own_optimizer: bool = False
+) -> DeepSpeedConfig:
     """The configuration, checked against the ranks that there are; what it says of logs is done."""
-    settings = load_config(config, world_size=axes.feeds, model=model, rank=axes.world.rank)
+    settings = load_config(
+        config, world_size=axes.feeds, model=model, rank=axes.world.rank, own_optimizer=own_optimizer
+    )
     check_layout(settings, axes, isinstance(model, PipelineModule))
     check_agreed(settings, axes)
     dtype, asked = settings.zero_config().dtype, getattr(model, AUTOTP_DTYPE, None)

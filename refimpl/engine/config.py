@@ -6,7 +6,7 @@ was asked for is dropped in silence. DeepSpeed's file: deepspeed/runtime/config.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from refimpl.engine.auto import resolve
 from refimpl.engine.batch import complete
 from refimpl.engine.elasticity import with_batch
 from refimpl.engine.keys import ConfigError, ConfigWarning
-from refimpl.engine.names import optimizer_named, schedule_named
+from refimpl.engine.names import optimizer_named, optimizer_problem, schedule_named
 from refimpl.engine.quote import quote, readable
 from refimpl.engine.read import raw_config
 from refimpl.engine.schema import DeepSpeedConfig
@@ -33,22 +33,24 @@ def load_config(
     model: torch.nn.Module | None = None,
     auto: Mapping[str, Any] | None = None,
     rank: int = 0,
+    own_optimizer: bool = False,
 ) -> DeepSpeedConfig:
     """Read, answer, resolve and check a DeepSpeed configuration.
 
     `config` is a dictionary or the path of a file; `world_size` the number of ranks that read different data; `model`
     and `auto` fill in "auto" values (see `refimpl.engine.auto`). Warnings (`ConfigWarning`) come from rank 0 only;
     errors (`ConfigError`) come from every rank, name each wrong key with its full path, and list all that one step
-    finds.
+    finds. own_optimizer: the caller brings one, so that which the file names is not built and may be one that nobody
+    here knows.
     """
-    raw = raw_config(config)
+    raw, unbuilt = _without_unknown(raw_config(config)) if own_optimizer else (raw_config(config), [])
     values, notes = answer(raw, table(DeepSpeedConfig))
     if rank == 0:
-        for note in notes:
+        for note in notes + unbuilt:
             warnings.warn(note, ConfigWarning, stacklevel=2)
     values = with_batch(resolve(values, model=model, given=auto or {}), world_size)
     values = complete(values, world_size)
-    problems = _wrong_arguments(values)
+    problems = _wrong_arguments(values, ("scheduler",) if own_optimizer else ("optimizer", "scheduler"))
     try:
         settings = _whole_parameters_stay(DeepSpeedConfig.model_validate(values), rank)
         problems += _other_clipping(raw, settings.gradient_clipping)
@@ -59,10 +61,20 @@ def load_config(
     return settings
 
 
-def _wrong_arguments(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the arguments of optimizer and schedule."""
+def _without_unknown(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The file without an optimizer whose name is not known here, and a note of it. GPT-NeoX writes such names."""
+    section = raw.get("optimizer")
+    name = section.get("type") if isinstance(section, Mapping) else None
+    if name is None or optimizer_problem(name) is None:
+        return raw, []
+    rest = {key: value for key, value in raw.items() if key != "optimizer"}
+    return rest, [f"optimizer.type = {quote(name)}: not built, as the script hands over its own optimizer"]
+
+
+def _wrong_arguments(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """What is wrong with the arguments of optimizer and schedule, of which are built."""
     problems = []
-    for name in ("optimizer", "scheduler"):
+    for name in names:
         given = values.get(name) or {}
         if "type" not in given:
             continue
