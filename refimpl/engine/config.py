@@ -62,13 +62,13 @@ def load_config(
 
 
 def _without_unknown(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The file without an optimizer whose name is not known here, and a note of it. GPT-NeoX writes such names."""
+    """The file without an optimizer whose name is not known here or not there, and a note of it: as GPT-NeoX's are."""
     section = raw.get("optimizer")
-    name = section.get("type") if isinstance(section, Mapping) else None
-    if name is None or optimizer_problem(name) is None:
+    if not isinstance(section, Mapping) or optimizer_problem(section.get("type")) is None:
         return raw, []
     rest = {key: value for key, value in raw.items() if key != "optimizer"}
-    return rest, [f"optimizer.type = {quote(name)}: not built, as the script hands over its own optimizer"]
+    name = f"= {quote(section['type'])}" if "type" in section else "is not given"
+    return rest, [f"optimizer.type {name}: not built, as the script hands over its own optimizer"]
 
 
 def _wrong_arguments(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
