@@ -76,7 +76,7 @@ def sequence_tiled_compute(
     What the tiles give is joined along `output_unshard_dimension`, scalars by 0, and reduced: "mean", "sum" or None.
     """
     reduce, step = reduction(output_reduction, *REDUCTIONS), ceil(seqlen / shards)
-    tiles = zip(*(v.split(step, dim=1) for v in kwargs_to_shard.values()), strict=True)
+    tiles = zip(*(torch.split(v, step, dim=1) for v in kwargs_to_shard.values()), strict=True)
     outputs = [again(partial(fn, **dict(zip(kwargs_to_shard, tile, strict=True)), **kwargs_to_pass)) for tile in tiles]
     join = torch.stack if output_unshard_dimension == 0 else torch.cat
     return reduce(join(outputs, output_unshard_dimension))
