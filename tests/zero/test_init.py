@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.offload.homes import Disk, Host
+from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters, Init
 from refimpl.zero.parameter import Freed
@@ -627,3 +630,22 @@ def half_way() -> None:
 
 def test_what_is_converted_is_a_parameters_or_nothing() -> None:
     run(half_way)
+
+
+def cast_at_rest(folder: Path) -> bool:
+    """As on a GPU, whose shards may wait at the host, and on a disk."""
+    with Init():
+        model = nn.Linear(5, 7)
+    with GatheredParameters(model):
+        wanted = {name: t.half() for name, t in model.state_dict().items()}
+    for unit in map(unit_of, model.parameters()):
+        assert unit is not None
+        shelf = HostShelf(Host(), unit.mine) if unit.numel > 7 else Shelf(Disk(folder), unit.mine, 64)
+        unit.rest_on(shelf)
+    model.half()
+    with GatheredParameters(model):
+        return differing(model.state_dict(), wanted) == []
+
+
+def test_cast_where_the_shards_rest(tmp_path: Path) -> None:
+    assert all(run(cast_at_rest, tmp_path))
