@@ -43,6 +43,10 @@ class Shelf:
             disk.expect(self.nbytes)
         self.write(0, flat)
 
+    def like(self, flat: Tensor) -> "Shelf":
+        """One at the same place, of `flat`, which takes this one's."""
+        return Shelf(self.disk, flat, self.most)
+
     @property
     def is_begun(self) -> bool:
         return self._reading is not None
@@ -104,8 +108,11 @@ class HostShelf(Shelf):
     is_begun = True  # there is nothing to read ahead
 
     def __init__(self, host: Host, flat: Tensor) -> None:
-        self.kept, self.device = host.place(flat), flat.device
+        self.host, self.kept, self.device = host, host.place(flat), flat.device
         self.was_written = False
+
+    def like(self, flat: Tensor) -> Shelf:
+        return HostShelf(self.host, flat)
 
     def begin(self) -> None:
         """Nothing: the copy takes its turn in the device's queue."""

@@ -4,6 +4,7 @@ Inside `with Init():` each module's own parameters are cut into shards as soon a
 that a rank holds is its shard of what is built so far plus the module under construction. What a constructor reads or
 writes of its children (`nn.init.normal_(self.proj.weight)`) is gathered when it is read and cut again, from rank 0's
 values, when the next constructor returns, that one at the latest; `module.apply(fn)` gathers one module at a time.
+What is built may be cast, all of it or a part (`model.to(torch.bfloat16)`), before there is a stage: see cast.py.
 DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredParameters`.
 """
 
@@ -95,8 +96,7 @@ class Init:
         fresh = [p for p in module.parameters(recurse=False) if unit_of(p) is None and not p.is_meta]
         for p in fresh:
             p.data = p.data.to(self.group.device, self.dtype if p.is_floating_point() else None)
-        dtypes = dict.fromkeys(p.dtype for p in fresh)  # not a set: its order differs between ranks
-        units = [Unit([p for p in fresh if p.dtype == d], self.group, name=type(module).__name__) for d in dtypes]
+        units = [Unit([p], self.group, name=type(module).__name__) for p in fresh]  # each may be cast by itself
         saved = StateDicts([module]) if units else None
         for unit in units:
             unit.on_use, unit.state_dicts = self._used, saved

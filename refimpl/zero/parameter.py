@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from refimpl.zero.cast import Cast, became, converted
+
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
     from refimpl.zero.unit import Unit
@@ -100,14 +102,16 @@ class Managed(nn.Parameter):
     def data(self, value: Tensor) -> None:
         if value is self:
             return
-        mine, stage = DATA.__get__(self), self.stage
+        stage, unit = self.stage, getattr(self, "zero_unit", None)
+        if stage is None and unit is not None and became(unit, self, value):
+            return
+        mine = DATA.__get__(self)
         alike = (value.dtype, value.device, value.shape) == (mine.dtype, mine.device, mine.shape)
         if alike and (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
             return
         if alike and stage is None:
             self.data.copy_(value)
             return
-        unit = getattr(self, "zero_unit", None)
         if alike and unit is not None and unit.held:
             unit.shown.count(self, mine)
             DATA.__set__(self, value)  # until the block ends: see `Unit.take_in`
@@ -187,15 +191,18 @@ def data_of(p: Managed) -> Tensor:
 class Freed(Managed):
     """A sharded parameter between two uses: it has a shape, and no values."""
 
-    zero_unit: "Unit"  # which knows how it can be had
+    zero_unit: "Unit | Cast"  # which knows how it can be had
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in CONVERSIONS and args[0] is func(*args, **(kwargs or {})):
-                return args[0]  # to where and what it is already
+            if func in CONVERSIONS:
+                p, *more = args
+                if isinstance(p, Freed):
+                    return converted(func, spoken(func), p, DATA.__get__(p), *more, **(kwargs or {}))
+                return func(*args, **(kwargs or {}))  # x.to(p), of whose kind x is to be
             if func is nn.functional.pad and not any(args[1]):
                 return args[0]  # by nothing, as transformers' tie_weights does with the bias of a head
             if func not in HARMLESS:
@@ -205,8 +212,7 @@ class Freed(Managed):
             return func(*args, **(kwargs or {}))
 
     def whole_copy(self) -> Tensor:
-        self.zero_unit.begin("a copy of a parameter (deepcopy, pickle)")
-        return self.zero_unit.copy_of(self)
+        return self.zero_unit.copy_of(self, "a copy of a parameter (deepcopy, pickle)")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -229,7 +235,9 @@ HARMLESS = {
     torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type,
     torch.full_like, torch.zeros_like, torch.ones_like, torch.empty_like,  # as Adagrad's constructor makes its state
 }  # fmt: skip
-CONVERSIONS = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+CONVERSIONS = {
+    Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
+}  # fmt: skip
 
 
 def unnumbered(x: Any) -> Any:

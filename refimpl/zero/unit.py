@@ -73,9 +73,7 @@ class Unit(Bucket):
         self.is_placeholder = False  # while a state_dict is made of the names; over too when it is gathered next
         self.held = 0  # `whole` blocks that are open
         self.is_shown = False  # whether others may have a view of `full`: of a `GatheredParameters` block, as an output
-        nothing = float("nan") if self.dtype.is_floating_point else 0
-        scalar = torch.tensor(nothing, dtype=self.dtype, device=self.device)
-        self._nothings = {p: scalar.expand(p.shape) for p in params}
+        self._nothings = {p: away(own) for p, own in self.views.items()}
         self._work: Work | None = None
         self.way: Way = Flat(group)  # how it is gathered to be computed with
         self.exactly: Way = self.way  # ... to be looked at, and changed
@@ -193,6 +191,17 @@ class Unit(Bucket):
                 DATA.__set__(p, own)
                 p.data.copy_(new)
 
+    def become(self, mine: Tensor) -> None:
+        """The one parameter, freed, is of another dtype from now on, of which this rank's shard is `mine` [S]."""
+        self.dtype, self.mine = mine.dtype, self.group.empty(mine.numel(), mine.dtype, self.device).copy_(mine)
+        if self.shelf is not None:
+            self.rest_on(self.shelf.like(self.mine))
+        self.full = self.room(self.dtype)
+        self.views = {p: self.piece(self.full, p) for p in self.views}
+        self.full.untyped_storage().resize_(0)
+        self._nothings = {p: away(own) for p, own in self.views.items()}
+        place(self._nothings, Freed)
+
     def let_go(self, p: nn.Parameter) -> None:
         """From now on p is another's: its memory stays where that puts it."""
         del self.views[p], self._nothings[p]
@@ -261,8 +270,10 @@ class Unit(Bucket):
                 "stage.full_parameter(name) reads one, stage.full_state_dict() all for rank 0 (each on every rank)"
             )
 
-    def copy_of(self, p: nn.Parameter) -> Tensor:
-        """p whole, in memory of its own. A collective."""
+    def copy_of(self, p: nn.Parameter, what: str = "") -> Tensor:
+        """p whole, in memory of its own. A collective; `what` of this rank's own accord needs it, if it says so."""
+        if what:
+            self.begin(what)
         with whole([p]):
             return self.piece(self.full, p).clone()
 

@@ -1,7 +1,10 @@
 """A model built sharded: the same bits as built whole, never whole while it is built, writable when gathered."""
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.offload.homes import Disk, Host
+from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.init import GatheredParameters, Init
 from refimpl.zero.parameter import Freed
@@ -545,3 +550,102 @@ def tied() -> bool:
 
 def test_data_of_what_is_sharded_has_a_shape_and_no_values() -> None:
     assert all(run(tied))
+
+
+def halves(model: nn.Module) -> None:
+    model.bfloat16().half()
+
+
+def a_part(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.BatchNorm1d):
+            module.float()
+
+
+def one_by_one(model: nn.Module) -> None:
+    """The vectors alone, rounded on the way: they share no shard with the matrices beside them."""
+    for p in model.parameters():
+        if p.ndim < 2:
+            p.data = p.data.bfloat16().to(torch.float64)
+    model.get_parameter("head.weight").data = model.get_parameter("head.weight").data.type(torch.bfloat16)
+
+
+class Casting(Net):
+    """Casts a child in its constructor, where another one is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].bfloat16()
+        self.register_buffer("scale", self.blocks[0].up.weight.float().abs().amax())
+        self.after = nn.BatchNorm1d(5, dtype=torch.float64)
+        self.after.weight.data = self.after.weight.data.float()
+
+
+def cast_alike(cast: Callable[[nn.Module], None]) -> bool:
+    """Whether a sharded model and a whole one are the same after `cast`, and after two steps; the sharded, uncalled."""
+    models, trained = [], []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        with Init(enabled=sharded):
+            model = Casting()
+        sent = Group.world().ledger.sent_bytes()
+        cast(model)
+        assert Group.world().ledger.sent_bytes() == sent  # no rank needs another for it
+        models.append(model)
+    ours, theirs = models
+    assert {n: p.dtype for n, p in ours.named_parameters()} == {n: p.dtype for n, p in theirs.named_parameters()}
+    with GatheredParameters(ours):
+        assert differing(ours.state_dict(), theirs.state_dict()) == []  # buffers too
+    for model in models:
+        model.float()
+        stage = Zero3(model, adamw(model), Group.world())
+        for step in range(2):
+            stage.backward(model(tokens(step, stage.group.rank)))
+            stage.step()
+        trained.append(stage.full_state_dict())
+    return trained[0] is None or differing(*trained) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("cast", [halves, a_part, one_by_one])
+def test_cast_in_shards_as_whole(cast: Callable[[nn.Module], None], ranks: int) -> None:
+    assert all(run(cast_alike, cast, ranks=ranks))
+
+
+def half_way() -> None:
+    with Init():
+        model = nn.Linear(5, 7)
+    given = model.weight.data.half()
+    for compute in (given.sum, lambda: given + 1, lambda: nn.Parameter(given), lambda: deepcopy(given)):
+        with pytest.raises(RuntimeError, match=r"Linear, as torch.float16: .* needs its values.*model.to"):
+            compute()
+    with pytest.raises(RuntimeError, match="needs its values"):
+        model.bias.data = given[0]
+    stage = Zero3(model, adamw(model), Group.world())
+    with pytest.raises(RuntimeError, match=r"parameter weight: half needs its values"):
+        model.half()
+    assert isinstance(stage.full_parameter("weight"), Tensor)
+
+
+def test_what_is_converted_is_a_parameters_or_nothing() -> None:
+    run(half_way)
+
+
+def cast_at_rest(folder: Path) -> bool:
+    """As on a GPU, whose shards may wait at the host, and on a disk."""
+    with Init():
+        model = nn.Linear(5, 7)
+    with GatheredParameters(model):
+        wanted = {name: t.half() for name, t in model.state_dict().items()}
+    for unit in map(unit_of, model.parameters()):
+        assert unit is not None
+        shelf = HostShelf(Host(), unit.mine) if unit.numel > 7 else Shelf(Disk(folder), unit.mine, 64)
+        unit.rest_on(shelf)
+    model.half()
+    with GatheredParameters(model):
+        return differing(model.state_dict(), wanted) == []
+
+
+def test_cast_where_the_shards_rest(tmp_path: Path) -> None:
+    assert all(run(cast_at_rest, tmp_path))

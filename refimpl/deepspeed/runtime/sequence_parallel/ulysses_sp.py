@@ -9,6 +9,7 @@ named sees all tokens of some heads: `parallel/context/ulysses.py`. What transfo
 tokens, so masks are dropped and attention is causal, as in DeepSpeed. Unlike there, what only a mask says, packed or
 left-padded sequences and windows, is refused where the attention does not read it from elsewhere, heads may be dealt
 out unevenly, and a layer's `num_key_value_groups` is as before after the call.
+Beside it stand the tiles that a long sequence's MLP and loss are computed in: tiled.py.
 DeepSpeed: deepspeed/runtime/sequence_parallel/ulysses_sp.py. Bekman et al. 2025, arXiv:2506.13996.
 """
 
@@ -25,9 +26,18 @@ from torch.distributed import ProcessGroup
 
 from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.sequence_parallel import parallel_state_sp
+from refimpl.deepspeed.runtime.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 from refimpl.deepspeed.sequence.layer import group_of
 from refimpl.parallel.context.ulysses import shared_heads, ulysses
 from refimpl.ranks.settings import forget_groups
+
+__all__ = [
+    "TiledFusedLogitsLoss",
+    "TiledMLP",
+    "UlyssesSPAttentionHF",
+    "UlyssesSPDataLoaderAdapter",
+    "sequence_tiled_compute",
+]
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # transformers': (module, q, k, v, mask, ..) -> [B, T, h, D]
 MASKED = ("sdpa",)  # knows packed sequences and windows by its mask alone
