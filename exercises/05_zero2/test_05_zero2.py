@@ -100,6 +100,9 @@ def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: to
             gradients.finish()
             all_done(watched, "finish")
             judge_order(watched.ledger.events[begun:], [[names[p] for p in b.params] for b in buckets])
+        sent, all_of_them = watched.ledger.calls().get("reduce_scatter", 0), len(buckets) * parts
+        few = f"{sent} of {all_of_them} buckets have left after finish(): one that never filled is launched there"
+        require(not 0 < sent < all_of_them, few)
         left = [n for n, p in model.named_parameters() if p.grad is not None]
         require(
             not left, f"{', '.join(left[:3])}: .grad is still there after finish(); set it to None when it has left"

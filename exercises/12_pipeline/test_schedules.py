@@ -117,7 +117,7 @@ def judge_complete(order: Order, stages: Sequence[int], m: int, kinds: str) -> N
         op = strange[0]
         there = op.micro in range(m)
         raise Wrong(f"{word(op)} is there, and " + (f"stage {op.stage} is not on this rank: it has {list(stages)}"
-                    if there else f"{m} are asked: the last micro-batch is {m - 1}"))  # fmt: skip
+                    if there else f"the micro-batches are 0 to {m - 1}"))  # fmt: skip
     if twice := [op for op in wanted if found[op] > 1]:
         raise Wrong(f"{word(twice[0])} is there {found[twice[0]]} times: each once")
     if missing := [op for op in wanted if not found[op]]:

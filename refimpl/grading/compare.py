@@ -179,7 +179,7 @@ def as_made(optimizer: object, make: Callable[[list[nn.Parameter]], optim.Optimi
 
 
 def _values(t: Tensor, start: int) -> str:
-    shown = ", ".join(f"{v:.6g}" for v in t[start : start + SHOWN].tolist())
+    shown = ", ".join(f"{v:.6g}" if isinstance(v, float) else f"{v:d}" for v in t[start : start + SHOWN].tolist())
     return f"{'[' if start == 0 else '[... '}{shown}{']' if start + SHOWN >= len(t) else ' ...]'}"
 
 
