@@ -529,7 +529,7 @@ plt.show()
 # is why gradients travel in buckets of megabytes and not one tensor at a time.
 #
 # Without $s$ the prediction for 4 ranks is several times too low (dashed); with it, the largest buffer is met within a
-# half, and small ones still take two to four times as long. What is left out is the additions, the memory for what
+# half, and small ones can still take several times as long. What is left out is the additions, the memory for what
 # arrives, and above all that a rank whose message has come must wait until the system gives it a core again: that can
 # take longer than the message, six times in a row, and the more so the busier the machine is. A model of two numbers is
 # for choosing between algorithms, not for promising a date. (On a cluster $s$ has other causes: GPUs that share a network

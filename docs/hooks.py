@@ -138,4 +138,10 @@ def unfold(entry: Any, places: list[str]) -> Any:
         return [unfold(inner, places) for inner in entry]
     if not entry.endswith("/"):
         return entry
-    return [place for place in places if place.startswith(entry) and place.endswith(".md")]
+    return [named(place) for place in places if place.startswith(entry) and place.endswith(".md")]
+
+
+def named(place: str) -> str | dict[str, str]:
+    """A package's page gets a name that a narrow menu may break at each dot: cut off, seven would look alike."""
+    package = Path(place).stem
+    return {package.replace(".", ".\u200b"): place} if "." in package else place

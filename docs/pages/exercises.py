@@ -17,8 +17,9 @@ refimpl hint 01_collectives ring_reduce_scatter     # one hint more each time
 refimpl progress                                    # where you stand, and what to try next
 ```
 
-The grader runs your code on 2, 3 and 4 ranks. A failure names the first thing that differs (step, rank, parameter) and
-shows the collectives that ran beside those expected. Here each task stands with its hints and its solution folded.
+The grader runs your code, on 2, 3 and 4 ranks where it communicates. A failure names the first thing that differs
+(step, rank, parameter) and shows the collectives that ran beside those expected. Here each task stands with its hints
+and its solution folded.
 
 | chapter | tasks |
 | --- | --- |

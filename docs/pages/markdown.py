@@ -31,7 +31,8 @@ def heading(markdown: str) -> str:
 def title(name: str) -> str:
     """A chapter's file name for people: `05_zero2` -> `05 ZeRO-2`."""
     number, _, words = name.partition("_")
-    named = re.sub(r"zero(\d)", r"ZeRO-\1", words.replace("_", " ")).replace("ddp", "DDP")
+    named = re.sub(r"zero(\d)", r"ZeRO-\1", words.replace("_", " "))
+    named = re.sub(r"\b(ddp|d)\b", lambda word: word[0].upper(), named).replace("moe", "MoE")
     return f"{number} {named[:1].upper()}{named[1:]}"
 
 

@@ -10,7 +10,7 @@ INTRODUCTION = """\
 # Reference
 
 The code is the textbook: each module begins with its idea in one sentence, then bytes, traffic and the paper's section.
-Imports go downwards only; modules on one floor do not import each other.
+Imports go downwards only: a module imports from its own folder and from the floors below.
 
 | package | idea |
 | --- | --- |

@@ -269,7 +269,9 @@ def both_at_once(answer: Answer, group: WatchedGroup) -> None:
     sentence = "all zeros: its bucket left before it was there, or what is under way is kept in the class, not in self"
     for number, model in enumerate(models):
         model(torch.full((2, 5), 1.0 + number + group.rank)).backward()
-    sent = [watched.ledger.calls().get("all_reduce", 0) for watched in groups]
+        sent = [watched.ledger.calls().get("all_reduce", 0) for watched in groups]
+        late = "1 of 2 buckets has left, and both are full: the second, full before the first, waits for nothing more"
+        require(number or sent[0] != 1, f"{late}; launch all that can go (`while`, where you may have `if`)")
     shared = f"two models' backwards have sent {sent[0]} and {sent[1]} buckets, expected 2 and 2: is what is under way "
     require(sent == [2, 2], shared + "kept in the class, not in self?")
     for number, (ddp, model) in enumerate(zip(ddps, models, strict=True)):

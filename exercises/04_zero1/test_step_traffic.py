@@ -32,15 +32,17 @@ def test_step_traffic(answer: Answer, group: WatchedGroup) -> None:
             expected = {op: (calls[op], sent[op]) for op in calls}
             with untouched(buckets=buckets):
                 found = answer.step_traffic(strategy, buckets, group.size, dtype.itemsize)
-            judge_traffic(found, expected, group.size, dtype.itemsize)
+            judge_traffic(found, expected, buckets, group.size, dtype.itemsize)
         case(f"{strategy}, buckets [640, 1], 2 bytes an element, 64 ranks")
         once = 63 * (10 + 1) * 2  # to each other rank a chunk of either bucket
         expected = {"reduce_scatter": (2, once), "all_gather": (2, once)}
         expected = {"all_reduce": (2, 2 * once)} if strategy == "ddp" else expected
-        judge_traffic(answer.step_traffic(strategy, [640, 1], 64, 2), expected, 64, 2)
+        judge_traffic(answer.step_traffic(strategy, [640, 1], 64, 2), expected, [640, 1], 64, 2)
 
 
-def judge_traffic(found: object, expected: dict[str, tuple[int, int]], ranks: int, itemsize: int) -> None:
+def judge_traffic(
+    found: object, expected: dict[str, tuple[int, int]], buckets: list[int], ranks: int, itemsize: int
+) -> None:
     require(isinstance(found, dict), f"the result is {found!r}, expected a dict")
     assert isinstance(found, dict)
     evidence = [f"  expected {expected}", f"  found    {found}"]
@@ -55,11 +57,13 @@ def judge_traffic(found: object, expected: dict[str, tuple[int, int]], ranks: in
         require(mine_calls == calls, f"{mine_calls} calls of {op}, the ledger counts {calls}: one a bucket", *evidence)
         if mine == sent:
             continue
-        why = ""
+        why, cut = "", sum(n // ranks for n in buckets) * (ranks - 1) * itemsize
         if itemsize < 4 and mine * itemsize == 4 * sent:
             why = f": an element counts as 4 bytes, and it has {itemsize}"
         elif mine * (ranks - 1) == sent * ranks:
             why = ": a rank does not send its own shard to itself"
+        elif mine == (2 * cut if op == "all_reduce" else cut):
+            why = ": each bucket is rounded down, and what is left over must travel too"
         elif 2 * mine == sent:
             why = ": exactly half, and an all-reduce has two halves"
         elif mine < sent:

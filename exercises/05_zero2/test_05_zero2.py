@@ -82,6 +82,8 @@ def test_GradientShards(answer: Answer, group: WatchedGroup) -> None:
     case("2 steps in bf16")
     train(answer, group, LIMIT, parts=1, dtype=torch.bfloat16)
     overlap(answer, group)
+    case("two layers, the second used first: its bucket is the first to leave, and the last to be full")
+    out_of_turn(answer, group)
     case("10 layers of 900 elements, a bucket each: is memory freed?")
     freed(answer, group)
 
@@ -100,6 +102,9 @@ def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: to
             gradients.finish()
             all_done(watched, "finish")
             judge_order(watched.ledger.events[begun:], [[names[p] for p in b.params] for b in buckets])
+        sent, every = watched.ledger.calls().get("reduce_scatter", 0), len(buckets) * parts
+        few = f"{sent} of {every} buckets have left after finish(): one that never filled is launched there"
+        require(not 0 < sent < every, few)
         left = [n for n, p in model.named_parameters() if p.grad is not None]
         require(
             not left, f"{', '.join(left[:3])}: .grad is still there after finish(); set it to None when it has left"
@@ -219,6 +224,17 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
         events = list(watched.ledger.events)
         gradients.finish()
         judge_overlap(events, len(layout(group, LIMIT)[0]) - 1)
+
+
+def out_of_turn(answer: Answer, group: WatchedGroup) -> None:
+    """One gradient can make two buckets ready to go."""
+    watched, layers = group.fresh(), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+    gradients = answer.GradientShards(layers, watched, 30)
+    layers[0](torch.tanh(layers[1](torch.ones(2, 5)))).sum().backward()
+    sent = watched.ledger.calls().get("reduce_scatter", 0)
+    gradients.finish()
+    late = f"{sent} of 2 buckets leave in backward, and both are full: launch all that can go (`while`, not `if`)"
+    require(sent == 2, late)
 
 
 def judge_overlap(events: list[Event], full: int) -> None:

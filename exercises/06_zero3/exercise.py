@@ -1,9 +1,9 @@
 """Chapter 06, ZeRO-3: a rank keeps 1/N of the parameters; a module's own are whole only while
 it computes.
 
-A unit is the parameters of one module, end to end in one buffer [P], padded with zeros to a
-multiple of the number of ranks N. A rank keeps its shard [S], S = P / N, and the buffer has
-memory only while it is needed:
+A unit is the parameters of one module, end to end in one buffer [P]. P is the smallest multiple
+of the number of ranks N that holds them, the padding at the end is zero. A rank keeps its shard
+[S], S = P / N, and the buffer has memory only while it is needed:
 
     tensor.untyped_storage().resize_(0)        # the tensor and all its views have no memory
     tensor.untyped_storage().resize_(nbytes)   # memory again, with anything in it

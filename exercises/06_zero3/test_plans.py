@@ -103,7 +103,10 @@ def judge_prefetch(
     require(
         not skipped, "a later unit is taken although one before it does not fit: it would come too early", *evidence
     )
-    raise Wrong("these are not the next units that fit", *evidence)
+    left = trace[at:][: trace[at:].index(expected[len(found)]) + 1] if found == expected[: len(found)] else []
+    twice = [u for u in found if left.count(u) > 1]
+    counted = f": {twice[0]} comes twice in the trace before the next that fits, and is gathered once" if twice else ""
+    raise Wrong(f"these are not the next units that fit{counted}", *evidence)
 
 
 @on_ranks(1)

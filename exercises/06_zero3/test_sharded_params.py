@@ -22,7 +22,7 @@ def odd_params(seed: int, dtype: torch.dtype = torch.float32) -> list[nn.Paramet
 def test_ShardedParams(answer: Answer, group: WatchedGroup) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         gather_and_free(answer, group, dtype)
-    case("module.parameters(): an iterator")
+    case("module.parameters(), an iterator: 15 + 5 elements")
     layer = nn.Linear(3, 5)
     try:
         unit = answer.ShardedParams(layer.parameters(), group.fresh())
@@ -30,7 +30,10 @@ def test_ShardedParams(answer: Answer, group: WatchedGroup) -> None:
         raise Wrong(
             "an iterator can be walked once, and has no length: begin with list(params)", f"  {error}"
         ) from error
-    require(unit.full.numel() >= 20, "an iterator can be walked once: begin with list(params)")
+    padded, enough = unit.full.numel(), -(-20 // group.size) * group.size
+    require(padded >= 20, "an iterator can be walked once: begin with list(params)")
+    more = f"self.full has {padded} elements, and {enough} are enough: no padding where N divides their number"
+    require(padded == enough, more, f"  20 parameters, {group.size} ranks")
 
 
 def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> None:

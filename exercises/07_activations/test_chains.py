@@ -26,10 +26,10 @@ def test_stretches(answer: Answer, group: WatchedGroup) -> None:
         k = found[0][1] - found[0][0]
         if k != least:
             root = math.isqrt(layers - 1) + 1
-            hint = "sqrt(layers) is right only where a layer keeps no more than its input" if k == root else ""
-            hint = "of equally good ones the smallest is asked" if not hint and peaks.get(k) == peaks[least] else hint
+            hint = ": of equally good ones the smallest is asked" if peaks.get(k) == peaks[least] else ""
+            hint += "; sqrt(layers) is right only where a layer keeps no more than its input" if k == root else ""
             evidence = f"with stretches of {k} the peak is {peaks[k]:g}, with {least} it is {peaks[least]:g} inputs"
-            raise Wrong(f"stretches of {k}, expected {least}" + (f": {hint}" if hint else ""), evidence)
+            raise Wrong(f"stretches of {k}, expected {least}{hint}", evidence)
         expected = [(first, min(first + k, layers)) for first in range(0, layers, k)]
         require(found == expected, f"stretches {found}, expected {expected}: only the last one may be shorter")
 
@@ -54,8 +54,13 @@ def every_way(i: int, t: int) -> list[tuple[Any, ...]]:
     return plans
 
 
-def cost(plan: tuple[Any, ...], chain: tuple[list[float], list[int], list[int]], t: int, room: int) -> Iterator[float]:
-    """Seconds of each step of a plan, inf where it does not fit: followed by hand, not by recursion over bytes."""
+def cost(
+    plan: tuple[Any, ...], chain: tuple[list[float], list[int], list[int]], t: int, room: int, held: bool = False
+) -> Iterator[float]:
+    """Seconds of each step of a plan, inf where it does not fit: followed by hand, not by recursion over bytes.
+
+    held: as if a second run had not the bytes of the input behind it, which is no longer there.
+    """
     seconds, inputs, saved = chain
     left, again = room, []
     for part in plan:
@@ -65,11 +70,11 @@ def cost(plan: tuple[Any, ...], chain: tuple[list[float], list[int], list[int]],
             left -= saved[part[1]]
             yield 0.0 if left >= 0 else math.inf
         else:
-            again.append((part, left))
+            again.append((part, left - inputs[stop] * held))
         left -= inputs[stop] if stop < t else 0
         yield 0.0 if left >= 0 else math.inf
     for (_, _, j, inside), free in again:
-        yield from cost(inside, chain, j, free)
+        yield from cost(inside, chain, j, free, held)
 
 
 @on_ranks(1)
@@ -101,8 +106,14 @@ def judge_time(found: object, expected: float, chain: tuple[list[float], list[in
     evidence = f"expected {expected:g}, found {found:g}"
     if expected == math.inf:
         raise Wrong(f"{budget} bytes are too few, and yet there is a result: what keeps more than is left?", evidence)
-    if found == unnested:
-        raise Wrong("a stretch that runs again keeps all of itself: its second run may be planned as well", evidence)
+    reasons = {
+        "a second run has all m bytes: the input behind its stretch is no longer there": min(
+            sum(cost(plan, chain, layers, budget, held=True)) for plan in every_way(0, layers)
+        ),
+        "a stretch that runs again keeps all of itself: its second run may be planned as well": unnested,
+    }
+    if said := [reason for reason, seconds in reasons.items() if found == seconds]:
+        raise Wrong(" (or: ".join(said) + ")" * (len(said) - 1), evidence)
     if found < expected:
         raise Wrong("less than is possible: is every byte taken, and each second run counted?", evidence)
     raise Wrong("there is a plan that takes less", evidence)

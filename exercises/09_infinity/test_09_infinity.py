@@ -140,6 +140,9 @@ def test_save(answer: Answer, group: WatchedGroup) -> None:
         except FileExistsError:
             judge(root, "after a refused save", ("new",))
             require(not left_over(root), f"a refused save leaves {left_over(root)} behind: look before you write")
+        except OSError as error:
+            said = "a tag that is there already is found out too late: look first, and raise FileExistsError"
+            raise Wrong(said, f"  {error}") from error
         else:
             raise Wrong("a tag that is there already was written again: raise FileExistsError")
     judge_kills(answer)

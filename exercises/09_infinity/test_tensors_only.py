@@ -152,7 +152,7 @@ def refusal(answer: Answer, payload: bytes) -> str | None:
         inside = not isinstance(error, ImportError) and any(
             f.name == "find_class" for f in traceback.extract_tb(error.__traceback__)
         )
-        kind = f"it is refused by a {type(error).__name__}, expected a pickle.UnpicklingError: callers catch that"
+        kind = f"{type(error).__name__} is raised, expected a pickle.UnpicklingError: callers catch that"
         require(not inside, kind)
         return None  # what was called did not like its argument: it was called
     return None

@@ -188,6 +188,9 @@ def test_pack_int4(answer: Answer, group: WatchedGroup) -> None:
             "the first half of q in the low bits, the second in the high ones: neighbours share a byte": apart,
             "8 is added to each: the four bits are two's complement, -1 is 1111": offset,
             "-8 is lost: four bits hold -8 to 7": packed([max(v, -7) for v in values]),
+            "a negative low one fills the high bits too: cut its eight bits down to four": [
+                (a | b << 4) & 255 for a, b in zip(values[::2], [*values[1::2], 0], strict=False)
+            ],
             "8 is added to each, and to the padding: four bits are two's complement, the rest 0": all_offset,
             "the last number stands in the high bits too: after an odd n they are 0": packed(
                 values + values[-1:] * (len(values) % 2)
@@ -196,7 +199,9 @@ def test_pack_int4(answer: Answer, group: WatchedGroup) -> None:
         tensors = {s: torch.as_tensor(t, dtype=torch.uint8) for s, t in known.items()}
         if isinstance(found, Tensor) and found.shape == q.shape and len(q) > 1:
             raise Wrong(f"{len(q)} numbers take {len(found)} bytes: two are to stand in one")
-        equal(found, expected, "the bytes", known={s: t for s, t in tensors.items() if not torch.equal(t, expected)})
+        equal(
+            found, expected, "what is packed", known={s: t for s, t in tensors.items() if not torch.equal(t, expected)}
+        )
 
 
 @on_ranks(1)

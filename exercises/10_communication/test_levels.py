@@ -175,8 +175,8 @@ def judge_second(answer: Answer, world: WatchedGroup, near: WatchedGroup, size: 
             found.fill_(7)  # the caller reuses the memory
             del found
             kept.judge(part.nbytes, "after forward", "a P-th of the layer, in memory of its own, no view of all of it")
-            for _ in range(micro + 1):
-                back = layer.backward()
+            for again in range(micro + 1):
+                back = another_backward(layer) if again else layer.backward()
                 said = "backward gathers from all ranks: the node has a second copy, in P parts"
                 require(not world.ledger.events, said)
                 equal(back, whole, "backward", known=wrong)
@@ -195,6 +195,16 @@ def gathers(group: WatchedGroup, part: Tensor, what: str) -> None:
     oracle.all_gather(part.new_empty(group.size * len(part)), part)
     same_traffic(group, oracle, what, itemsize=part.dtype.itemsize)
     group.ledger.reset()
+
+
+def another_backward(layer: object) -> Tensor:
+    """The second one behind a forward, as with two losses."""
+    try:
+        whole: Tensor = layer.backward()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        said = "backward works once: the weights are the same until `step`, so keep the second shard till then"
+        raise Wrong(said, f"  {error}") from error
+    return whole
 
 
 def refuse(layer: object, when: str) -> None:

@@ -129,7 +129,8 @@ def test_gathered_linear(answer: Answer, group: WatchedGroup) -> None:
         known = {"this rank's part alone, not summed over the ranks": own(back[group.rank], group)}
         equal(x.grad, own(total(back), group), "the gradient of x", known=known, ranks=group.size)
         rows = grad.flatten(0, 1).float()
-        equal(bias.grad, rows.sum(0).to(dtype), "the gradient of the bias")
+        known = {"of this rank's tokens alone": own(grad, group).flatten(0, 1).float().sum(0).to(dtype)}
+        equal(bias.grad, rows.sum(0).to(dtype), "the gradient of the bias", known=known)
         if frozen:
             require(weight.grad is None, "the frozen weight has a gradient")
             sends(fresh, "backward with a frozen weight", whole, "reduce_scatter")

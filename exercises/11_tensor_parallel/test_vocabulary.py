@@ -58,6 +58,10 @@ def mistaken(ids: Tensor, table: Tensor, group: WatchedGroup, first: int, stop: 
         for name, place in {"zeroth": (ids - a) * here, "nearest": (ids - a).clamp(0, b - a - 1)}.items():
             sums[name] = sums.get(name, torch.zeros(())) + F.embedding(place, table[a:b])
     sentence = "a token of another rank's looks up a row of this one: its result must be zeros here"
+    over = torch.zeros(())  # a row too many, which F.embedding would refuse, looks up the last one
+    for a, b in runs(len(table), group.size):
+        here = (ids >= a) & (ids <= b)
+        over = over + F.embedding((ids - a).clamp(0, b - a - 1), table[a:b]).masked_fill(~here[..., None], 0)
     mine = (ids >= first) & (ids < stop)
     alone = F.embedding((ids - first) * mine, table[first:stop]).masked_fill(~mine[..., None], 0)
     equal_parts = torch.zeros(())
@@ -68,6 +72,7 @@ def mistaken(ids: Tensor, table: Tensor, group: WatchedGroup, first: int, stop: 
     return {
         sentence: sums["zeroth"],
         sentence + ".": sums["nearest"],
+        "token first + v is the next rank's: the last of this one's is first + v - 1": over,
         "rows do not begin at rank * v, since v is not the same on all ranks: they begin at `first`": equal_parts,
         "this rank's rows alone: the others' are missing, is it summed by `leave`?": alone,
     }

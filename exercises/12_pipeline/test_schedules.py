@@ -117,7 +117,7 @@ def judge_complete(order: Order, stages: Sequence[int], m: int, kinds: str) -> N
         op = strange[0]
         there = op.micro in range(m)
         raise Wrong(f"{word(op)} is there, and " + (f"stage {op.stage} is not on this rank: it has {list(stages)}"
-                    if there else f"{m} are asked: the last micro-batch is {m - 1}"))  # fmt: skip
+                    if there else f"the micro-batches are 0 to {m - 1}"))  # fmt: skip
     if twice := [op for op in wanted if found[op] > 1]:
         raise Wrong(f"{word(twice[0])} is there {found[twice[0]]} times: each once")
     if missing := [op for op in wanted if not found[op]]:
@@ -224,7 +224,13 @@ def judge_played(
     plain = [[tuple(op) for op in order] for order in orders]
     seconds = {op.kind: seconds[op.kind] for op in expected}  # of the kinds that there are
     with untouched(orders=plain, seconds=seconds), untouched(**{f"order_{r}": order for r, order in enumerate(plain)}):
-        found = answer.play(plain, seconds)
+        try:
+            found = answer.play(plain, seconds)
+        except ValueError as error:
+            split = "; a backward needs B or I of the next stage, whichever that has" if "I" in seconds else ""
+            raise Wrong(
+                f"this schedule can be played to its end, and you raise ValueError{split}", f"  {error}"
+            ) from error
     require(isinstance(found, dict), f"the result is a {type(found).__name__}, expected a dict")
     missing = [op for op in expected if op not in found]
     require(not missing, f"{word(missing[0]) if missing else ''} is not in the result: every operation is")

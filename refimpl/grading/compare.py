@@ -58,8 +58,8 @@ def equal(
         require(is_ == should, f"{what} has {kind} {is_}, expected {should}")
     if close(found, expected, rtol, atol):
         return
-    reason = recognise(found, expected, ranks, known or {}, rtol, atol, parts)
-    raise Wrong(f"{what}: {reason}" if reason else f"{what} is wrong", *difference(found, expected, rtol, atol))
+    reason = recognise(found, expected, ranks, known or {}, rtol, atol, parts) or "wrong values"
+    raise Wrong(f"{what}: {reason}", *difference(found, expected, rtol, atol))
 
 
 def rounded_once(found: Tensor, exact: Tensor, what: str, advice: str, atol: float = 0.0) -> None:
@@ -179,7 +179,7 @@ def as_made(optimizer: object, make: Callable[[list[nn.Parameter]], optim.Optimi
 
 
 def _values(t: Tensor, start: int) -> str:
-    shown = ", ".join(f"{v:.6g}" for v in t[start : start + SHOWN].tolist())
+    shown = ", ".join(f"{v:.6g}" if isinstance(v, float) else f"{v:d}" for v in t[start : start + SHOWN].tolist())
     return f"{'[' if start == 0 else '[... '}{shown}{']' if start + SHOWN >= len(t) else ' ...]'}"
 
 

@@ -150,8 +150,8 @@ def not_too_early(events: Sequence[Event], buckets: Sequence[Sequence[str]], op:
     if len(launches) > len(buckets):
         return  # some are no buckets: `same_traffic` tells
     for number, (at, bucket) in enumerate(zip(launches, buckets, strict=False)):
-        if late := [name for i, name in marks if name in bucket and i > at]:
-            raise Wrong(f"bucket {number} is launched before the gradient of {', '.join(late)} is there: wait for all")
+        if late := ", ".join(name for i, name in marks if name in bucket and i > at):
+            raise Wrong(f"bucket {number} is launched before the gradient of {late} is there: wait for this backward's")
 
 
 def mark_gradients(model: nn.Module, ledger: Ledger) -> None:

@@ -21,7 +21,7 @@ RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
         (-RIGHT, "every sign is wrong"),
         (RIGHT / 0, "NaN or Inf"),
         (RIGHT.flip(0), "the order is reversed"),
-        (RIGHT + 1, "y is wrong"),
+        (RIGHT + 1, "y: wrong values"),
         (None, "y is None: is there a `return`?"),
         ([1.0], "y is a list: a tensor is expected"),
         (RIGHT[:3], r"y has shape (3,), expected (4,)"),
@@ -37,7 +37,7 @@ def test_a_known_mistake_is_named(found: Any, name: str) -> None:
 def test_what_differs_by_rounding_is_equal() -> None:
     equal(RIGHT * (1 + 1e-7), RIGHT, "y")
     equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]), "y")
-    with pytest.raises(Wrong, match="y is wrong"):  # no fault of the NaN, which is expected
+    with pytest.raises(Wrong, match="y: wrong values"):  # no fault of the NaN, which is expected
         equal(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 2.0]), "y")
 
 

@@ -28,10 +28,13 @@ FAULTS = {
     "no return": ("x * 2", ["the result is None: is there a `return`?"]),
     "wrong shape": ("return torch.cat([x, x])", ["has shape (4,), expected (2,)"]),
     "wrong dtype": ("return x.double() * 2", ["torch.float64, expected torch.float32"]),
-    "sums": ("y = x * 2\ngroup.all_reduce(y)\nreturn y", ["the result is wrong", "expected [2, 4]", "found    [4, 8]"]),
+    "sums": (
+        "y = x * 2\ngroup.all_reduce(y)\nreturn y",
+        ["the result: wrong values", "expected [2, 4]", "found    [4, 8]"],
+    ),
     "own prints": (
         "print('shape', tuple(x.shape))\nreturn x",
-        ["the result is wrong", "your prints:", "[rank 1] shape (2,)"],
+        ["the result: wrong values", "your prints:", "[rank 1] shape (2,)"],
     ),
     "one rank stays away": (
         "if group.rank == 0:\n    group.all_reduce(x)\nreturn x * 2",

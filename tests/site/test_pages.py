@@ -143,7 +143,7 @@ def test_a_task_shows_what_to_write_and_folds_the_answer() -> None:
 
 
 def test_titles() -> None:
-    assert [title(name) for name in ("02_ddp", "05_zero2", "03_precision_and_bytes")] == [
-        "02 DDP", "05 ZeRO-2", "03 Precision and bytes"]  # fmt: skip
+    assert [title(name) for name in ("02_ddp", "05_zero2", "03_precision_and_bytes", "13_three_d", "15_moe")] == [
+        "02 DDP", "05 ZeRO-2", "03 Precision and bytes", "13 Three D", "15 MoE"]  # fmt: skip
     with pytest.raises(ValueError, match="no '# title'"):
         heading("text")

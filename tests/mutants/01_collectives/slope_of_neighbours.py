@@ -1,7 +1,7 @@
 """The mean of the slopes between one measurement and the next.
 
 task: fit_alpha_beta
-says: beta is wrong
+says: beta: wrong values
 """
 
 from itertools import pairwise

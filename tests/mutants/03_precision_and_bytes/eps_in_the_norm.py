@@ -1,7 +1,7 @@
 """A millionth is added to the norm.
 
 task: unscale_and_clip
-says: gradient 0 is wrong
+says: gradient 0: wrong values
 """
 
 import torch

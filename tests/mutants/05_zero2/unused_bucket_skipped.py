@@ -1,7 +1,7 @@
 """A bucket with an unused parameter stays behind on that rank.
 
 task: GradientShards
-says: .grad is still there after finish()
+says: buckets have left after finish(): one that never filled is launched there
 says: a layer unused on odd ranks
 """
 

@@ -1,7 +1,7 @@
 """The second micro-batch overwrites the first.
 
 task: Zero3
-says: step 0, micro-batch 1
+says: step 0, micro-batch 2
 says: only the last micro-batch is there
 """
 

@@ -1,7 +1,7 @@
 """What is kept is kept in fp32.
 
 task: KeepResults
-says: run's result is wrong
+says: run's result: wrong values
 """
 
 import torch

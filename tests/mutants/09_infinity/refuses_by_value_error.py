@@ -1,7 +1,7 @@
 """What is refused raises a ValueError.
 
 task: TensorsOnly
-says: refused by a ValueError
+says: ValueError is raised
 """
 
 import pickle

@@ -1,7 +1,7 @@
 """An epsilon in the scale: small blocks are lost.
 
 task: quantize_blocks
-says: the scales is wrong
+says: the scales: wrong values
 """
 
 import torch

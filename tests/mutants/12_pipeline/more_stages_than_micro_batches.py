@@ -1,7 +1,7 @@
 """Forwards ahead are made without a look at how many micro-batches there are.
 
 task: one_f_one_b
-says: the last micro-batch is
+says: the micro-batches are 0 to
 """
 
 

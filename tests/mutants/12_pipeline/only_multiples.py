@@ -1,7 +1,7 @@
 """The last group is taken for a whole one.
 
 task: interleaved
-says: the last micro-batch is
+says: the micro-batches are 0 to
 """
 
 

@@ -1,7 +1,7 @@
 """Gradients are zeroed when micro-batch 0 goes back, which may be the last.
 
 task: Stage
-says: after the step is wrong
+says: after the step: wrong values
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Lanes beyond the row are a number that seems low enough.
 
 task: softmax_kernel
-says: out is wrong
+says: out: wrong values
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The exponent of the softmax is rounded to fp16.
 
 task: cross_entropy_kernel
-says: the gradient, in logits is wrong
+says: the gradient, in logits: wrong values
 """
 
 import triton

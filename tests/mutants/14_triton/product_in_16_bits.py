@@ -1,7 +1,7 @@
 """silu(gate) is rounded to the dtype before it is multiplied.
 
 task: swiglu_kernel
-says: out is wrong
+says: out: wrong values
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Scores are rounded to the dtype of q.
 
 task: flash_kernel
-says: is wrong
+says: wrong values
 """
 
 import triton

@@ -1,7 +1,7 @@
 """A last stretch of one block is taken to belong to the stretch before it.
 
 task: fixed_layout
-says: the layout is wrong
+says: the layout: wrong values
 """
 
 import torch
