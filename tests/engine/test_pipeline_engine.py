@@ -397,6 +397,11 @@ def questions() -> dict[str, Any]:
     with pytest.raises(ValueError, match="must not be negative"):
         module.set_checkpoint_interval(-1)
     owners = [module.stage_owner(i) for i in range(8)]
+    x = out = torch.ones(2, WIDTH)
+    for part in module.forward_funcs:  # as GPT-NeoX makes a plain model of a pipeline's layers
+        out = module.activation_checkpoint_func(part, out)
+    assert torch.equal(out, module.stage(module.stages[0], x))
+    assert not torch.equal(out, x)
     return {"owners": owners, "parts": module.parts, "stages": (module.num_stages, module.num_pipeline_stages()),
             "ranks": module.topology().get_axis_comm_lists("pipe"), "interval": module.checkpoint_interval}  # fmt: skip
 
