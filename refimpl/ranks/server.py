@@ -70,11 +70,17 @@ def _take_folder() -> None:
 
 
 def has_ended(rank: BaseProcess) -> bool:
-    """Whether a rank that seems to have ended is there still: the server has, who would have told how."""
+    """Whether a rank that seems to have ended is there still: the server has, who would have told how.
+
+    Returns when the server is gone for the next run too, which starts another: a killed process closes its files first.
+    """
     if rank.exitcode != _UNKNOWN or rank.pid is None:
         return False
     try:
         os.kill(rank.pid, 0)  # asks, and sends nothing
     except ProcessLookupError:
         return False
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None and hasattr(os, "waitid"):  # which macOS has from Python 3.13 on
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
     return True

@@ -232,15 +232,16 @@ def test_a_script_is_tried_and_the_best_is_written(tmp_path: Path, monkeypatch: 
 
 
 def test_a_trial_ends_with_the_search(tmp_path: Path) -> None:
-    """Told to end: itself as by Ctrl-C, here by the trial; the trial by SIGTERM, as torchrun is to end its ranks."""
-    code = "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(print('ended'))); os.kill(os.getppid(), 2); "
-    with (tmp_path / "out").open("w") as out, pytest.raises(KeyboardInterrupt):
-        trials.to_its_end([sys.executable, "-c", code + "signal.pause()"], out, out)
-    assert (tmp_path / "out").read_text() == "ended\n"
+    """Told to end by SIGTERM: itself, here by the trial, as by Ctrl-C; the trial, as torchrun is to end its ranks."""
     ends = (signal.SIGTERM, signal.SIGHUP)
     before = [*map(signal.getsignal, ends)]
     with ended_as_by_ctrl_c():
         assert [*map(signal.getsignal, ends)] == [signal.default_int_handler] * 2
+        code = "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(print('ended'))); "
+        code += "os.kill(os.getppid(), 15); signal.pause()"  # not 2, which what a shell starts with `&` ignores
+        with (tmp_path / "out").open("w") as out, pytest.raises(KeyboardInterrupt):
+            trials.to_its_end([sys.executable, "-c", code], out, out)
+    assert (tmp_path / "out").read_text() == "ended\n"
     assert [*map(signal.getsignal, ends)] == before
 
 
