@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess, current_process
 from multiprocessing.util import Finalize
@@ -24,6 +25,7 @@ ENDED = (
     "next run starts another server"
 )
 _SHORT = 60  # characters of the folder for temporary files
+_GONE = 1.0  # seconds to wait at most: the rank may be an earlier server's, and the present one well
 _UNKNOWN = 255  # multiprocessing's exit code for who was forked from a server that can be asked no more
 
 
@@ -72,7 +74,8 @@ def _take_folder() -> None:
 def has_ended(rank: BaseProcess) -> bool:
     """Whether a rank that seems to have ended is there still: the server has, who would have told how.
 
-    Returns when the server is gone for the next run too, which starts another: a killed process closes its files first.
+    Returns when the server is gone for the next run too, which starts another: a killed process closes its files a
+    moment before. macOS tells so from Python 3.13 on.
     """
     if rank.exitcode != _UNKNOWN or rank.pid is None:
         return False
@@ -80,7 +83,8 @@ def has_ended(rank: BaseProcess) -> bool:
         os.kill(rank.pid, 0)  # asks, and sends nothing
     except ProcessLookupError:
         return False
-    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if server is not None and hasattr(os, "waitid"):  # which macOS has from Python 3.13 on
-        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    server, until = multiprocessing.forkserver._forkserver._forkserver_pid, time.monotonic() + _GONE  # type: ignore[attr-defined]
+    ask = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    while time.monotonic() < until and hasattr(os, "waitid") and os.waitid(os.P_PID, server, ask) is None:
+        time.sleep(0.001)
     return True
