@@ -123,11 +123,6 @@ class PipelineModule(module.PipelineModule):
         raise ValueError(f"there is no layer {layer_idx}: the model has {self.bounds[-1]}")
 
     @property
-    def forward_funcs(self) -> list[Callable[[Any], Any]]:
-        """What the layers here call, one after the other: modules, functions."""
-        return [self._run[i] for i in sorted(self._run)]
-
-    @property
     def activation_checkpoint_func(self) -> Callable[..., Any]:
         """f(function, *x), by which layers are computed again in backward."""
         return self.how

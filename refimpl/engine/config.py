@@ -43,7 +43,8 @@ def load_config(
     finds. own_optimizer: the caller brings one, so that which the file names is not built and may be one that nobody
     here knows.
     """
-    raw, unbuilt = _without_unknown(raw_config(config)) if own_optimizer else (raw_config(config), [])
+    raw = raw_config(config)
+    raw, unbuilt = _without_unknown(raw) if own_optimizer else (raw, [])
     values, notes = answer(raw, table(DeepSpeedConfig))
     if rank == 0:
         for note in notes + unbuilt:

@@ -16,6 +16,7 @@ from multiprocessing.util import Finalize
 
 from refimpl.ranks import folder
 from refimpl.ranks.environment import variables
+from refimpl.ranks.errors import RankError
 
 # Every optimizer imports torch._dynamo. What trains is here too: 0.15 s of CPU time in every rank, if it imported that.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch", "refimpl.zero.zero3", "refimpl.model.gpt"]
@@ -25,7 +26,7 @@ ENDED = (
     "next run starts another server"
 )
 _SHORT = 60  # characters of the folder for temporary files
-_GONE = 1.0  # seconds to wait at most: the rank may be an earlier server's, and the present one well
+_GONE = 1.0  # seconds to wait at most: who has ended may be an earlier server, and the present one well
 _UNKNOWN = 255  # multiprocessing's exit code for who was forked from a server that can be asked no more
 
 
@@ -72,19 +73,23 @@ def _take_folder() -> None:
 
 
 def has_ended(rank: BaseProcess) -> bool:
-    """Whether a rank that seems to have ended is there still: the server has, who would have told how.
-
-    Returns when the server is gone for the next run too, which starts another: a killed process closes its files a
-    moment before. macOS tells so from Python 3.13 on.
-    """
+    """Whether a rank that seems to have ended is there still: the server has, who would have told how."""
     if rank.exitcode != _UNKNOWN or rank.pid is None:
         return False
     try:
         os.kill(rank.pid, 0)  # asks, and sends nothing
     except ProcessLookupError:
         return False
-    server, until = multiprocessing.forkserver._forkserver._forkserver_pid, time.monotonic() + _GONE  # type: ignore[attr-defined]
-    ask = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    return True
+
+
+def ended() -> RankError:
+    """The error of a server that has ended, when it is gone for the next run too, which starts another.
+
+    A killed process closes its files a moment before. macOS tells so from Python 3.13 on.
+    """
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    until, ask = time.monotonic() + _GONE, os.WEXITED | os.WNOWAIT | os.WNOHANG
     while time.monotonic() < until and hasattr(os, "waitid") and os.waitid(os.P_PID, server, ask) is None:
         time.sleep(0.001)
-    return True
+    return RankError(ENDED)

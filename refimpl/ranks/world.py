@@ -25,7 +25,7 @@ from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
 from refimpl.ranks.meet import devices_of
 from refimpl.ranks.rank import Rank, Setup
-from refimpl.ranks.server import ENDED, has_ended, start_server
+from refimpl.ranks.server import ended, has_ended, start_server
 from refimpl.ranks.silence import Silence
 from refimpl.ranks.stand import Lonely, lines, stand
 from refimpl.ranks.travel import dumps, loads
@@ -162,7 +162,7 @@ class World:
                     try:
                         process.start()
                     except (EOFError, ConnectionError) as error:
-                        raise RankError(ENDED) from error
+                        raise ended() from error
                 self.processes.append(process)
 
     def _collect(self, timeout: float | None, on_report: OnReport | None, on_output: OnOutput) -> list[Any]:
@@ -223,7 +223,7 @@ class World:
                 return kind, value
         self.processes[rank].join(5)
         if has_ended(self.processes[rank]):
-            raise RankError(ENDED)
+            raise ended()
         _end_group(self.processes[rank])
         return "died", self.processes[rank].exitcode
 

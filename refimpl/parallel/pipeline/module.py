@@ -180,7 +180,12 @@ class PipelineModule(nn.Module):
                 f"rank {self.group.rank} has layers {sorted(self._run)} of {len(self.specs)}: call forward_backward or "
                 "evaluate on all ranks"
             )
-        return chain([self._run[i] for i in sorted(self._run)], x)
+        return chain(self.forward_funcs, x)
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """What the layers here call, one after the other: modules, functions."""
+        return [self._run[i] for i in sorted(self._run)]
 
     def name_in_whole(self, name: str) -> str:
         """What a parameter or module of this module is called in the model that it was cut out of."""
