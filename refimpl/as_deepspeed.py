@@ -32,7 +32,7 @@ WITHIN = {
     "deepspeed.ops.adam": ["cpu_adam", "fused_adam", "multi_tensor_apply"],
     "deepspeed.ops.lamb": ["fused_lamb"],
     "deepspeed.ops.lion": ["cpu_lion", "fused_lion"],
-    "deepspeed.ops.op_builder": ["builder"],
+    "deepspeed.ops.op_builder": ["all_ops", "builder"],
 }
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from refimpl.deepspeed.absent import absent
+from refimpl.deepspeed.ops.op_builder import ALL_OPS, OpBuilder
 from refimpl.launch import under_torchrun
 
 TYPES = {
@@ -265,6 +266,11 @@ class DeepSpeedAccelerator:
 
     # Kernels.
 
-    def get_op_builder(self, class_name: str) -> type[Any]:
-        """A class that says on use that it builds nothing: DeepSpeed's compile its C++."""
-        return absent(f"deepspeed.ops.op_builder.{class_name}", "a builder of kernels; nothing is compiled here")
+    def get_op_builder(self, class_name: str) -> type[OpBuilder]:
+        """The builder of that name; of one that nobody knows, a class that says so on use."""
+        unknown = absent(f"deepspeed.ops.op_builder.{class_name}", "a builder of kernels; nothing is compiled here")
+        return next((op for op in ALL_OPS.values() if op.__name__ == class_name), unknown)
+
+    def create_op_builder(self, class_name: str) -> OpBuilder:
+        """One of them."""
+        return self.get_op_builder(class_name)()
