@@ -36,7 +36,12 @@ class Kind:
     """Of one optimizer, as it was handed over; None: nothing to update."""
 
     def __init__(self, optimizer: optim.Optimizer | None, allow_untested: bool = False) -> None:
-        """ValueError if it has already taken steps, or could have."""
+        """ValueError if it has already taken steps, or could have; TypeError if it takes no dense gradient."""
+        if isinstance(optimizer, optim.SparseAdam):
+            raise TypeError(
+                "SparseAdam takes sparse gradients alone, and every stage averages gradients dense: use Adam, which "
+                "also moves the rows that a step did not read, by their momentum"
+            )
         self.cls: Any = type(optimizer)  # its class, before a stage takes it over
         self.layerwise = is_layerwise(self.cls)
         self.travels = isinstance(optimizer, Travelling)

@@ -307,6 +307,12 @@ def test_what_is_allowed_is_tried(kind: Callable[..., Any], fails: str) -> None:
     assert torch.get_rng_state().equal(state)
 
 
+def test_one_of_sparse_gradients_alone_is_refused() -> None:
+    """Torch's own word at its first step, "does not support dense gradients", is a riddle to whose layer is sparse."""
+    with pytest.raises(TypeError, match=r"SparseAdam takes sparse gradients alone, .* dense: use Adam"):
+        Kind(optim.SparseAdam([nn.Parameter(torch.ones(2, 3))]))
+
+
 def test_each_of_the_options_that_groups_have_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[float] = []
 
