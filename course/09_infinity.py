@@ -945,7 +945,7 @@ predict(
 # %% [markdown]
 # refimpl's own checkpoints are safetensors (names, shapes and offsets in JSON, then the bare bytes) and JSON, in which
 # there is nothing to run. Where it must read a pickle, those of DeepSpeed (`refimpl checkpoint import`), an unpickler
-# with a short list of names does it, and on the way out an object is refused as well, under the key where it stands:
+# with a short list of names does it, and on the way out such an object is refused too, under the key where it stands:
 
 # %%
 from refimpl.checkpoint import tree, unpickle

@@ -69,7 +69,7 @@ class Checkpoint:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         frame = Frame(self, fn, args, kwargs)
-        with self.around("forward"), saved_tensors_hooks(frame.pack, frame.unpack), frame.results.kept():
+        with self.around("forward"), saved_tensors_hooks(frame.pack, frame.unpack), frame.results.kept(), as_written():
             return fn(*args, **kwargs)
 
 
@@ -130,10 +130,10 @@ class Frame:
         del leaves
         with self.how.around("backward"), self.state.again(), torch.enable_grad():
             try:
-                with saved_tensors_hooks(again.pack, again.unpack), self.results.used():
+                with saved_tensors_hooks(again.pack, again.unpack), self.results.used(), as_written():
                     self.fn(*args, **kwargs)
-            except Enough as enough:
-                if enough.run is not again:
+            except Exception:  # Enough; TorchScript makes a RuntimeError of it that knows no more
+                if not again.ended:
                     raise
         if wanted:
             raise CheckpointError(
@@ -147,6 +147,7 @@ class Again:
 
     def __init__(self, wanted: dict[int, Slot], stop: bool) -> None:
         self.wanted, self.stop, self.seen = wanted, stop, 0
+        self.ended = False
 
     def pack(self, tensor: Tensor) -> Tensor:
         slot = self.wanted.pop(self.seen, None)
@@ -158,8 +159,9 @@ class Again:
                 )
             slot.value = tensor.detach() if tensor.requires_grad else tensor  # a constant is given back as it is
         self.seen += 1
-        if self.stop and not self.wanted:
-            raise Enough(self)
+        self.ended = self.stop and not self.wanted
+        if self.ended:
+            raise Enough
         return tensor.detach()  # a backward inside fn goes through this run's own graph
 
     def unpack(self, tensor: Tensor) -> Tensor:
@@ -168,9 +170,6 @@ class Again:
 
 class Enough(Exception):
     """Ends a second run. An Exception and no BaseException: modules run their forward hooks only then."""
-
-    def __init__(self, run: Again) -> None:
-        self.run = run
 
 
 class Inputs:
@@ -232,6 +231,11 @@ def recording() -> bool:
     while (around := getattr(owner, "pack_around", None)) is not None:  # ZeRO-3's, which hand on to those around them
         owner = getattr(around, "__self__", None)
     return isinstance(owner, Frame | Again)
+
+
+def as_written() -> AbstractContextManager[None]:
+    """TorchScript runs as it is written: after its first call it may save other tensors, for it has then optimised."""
+    return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
 
 
 def meta(tensor: Tensor) -> Meta:

@@ -9,8 +9,9 @@ begins with "$", and its inverse is in the same line of the table below; a tenso
     a tensor        {"$tensor": "client_state.rng"}       the tensor itself into the safetensors file
 
 numpy's numbers and arrays go as tensors, an enum's member by its class and name: it comes back if whoever reads has the
-class. Anything else (an object, a function, an array of objects) is refused when it is saved, under its path: to bring
-it back one would have to run what the file says, which is what a pickle is.
+class. So does an object that is its attributes and no more, such as a dataclass or mmengine's histories; none of its
+methods is called. Anything else (a function, a lock, an array of objects) is refused when it is saved, under its path:
+to bring it back one would have to run what the file says, which is what a pickle is.
 DeepSpeed's client_state is pickled.
 """
 
@@ -69,7 +70,17 @@ def kind_of(value: Any) -> str | None:
         return None if not plain else "$number" if isinstance(value, np.generic) else "$array"
     if isinstance(value, Enum):
         return "$enum" if value.name in type(value).__members__ else None  # flags put together have no name
+    if is_plain(type(value)):
+        return "$object"
     return next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
+
+
+def is_plain(kind: type) -> bool:
+    """Whether attributes are all that an object of this class has: with the same ones it is the same, unasked."""
+    special = ("__new__", "__del__", "__reduce__", "__reduce_ex__", "__slots__")
+    ordinary = all(getattr(kind, name, None) is getattr(object, name, None) for name in special)
+    has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, nn.Module)
+    return ordinary and has_attributes and imported(kind.__module__, kind.__qualname__) is kind
 
 
 def as_tensor(value: Any) -> list[Tensor]:
@@ -78,17 +89,34 @@ def as_tensor(value: Any) -> list[Tensor]:
 
 
 def member(place: list[str]) -> Enum:
-    """The member of a class that is imported already: nothing is run for a file's sake."""
     module, qualname, name = place
-    try:
-        found: Any = reduce(lambda owner, part: vars(owner)[part], qualname.split("."), sys.modules[module])
-    except (KeyError, TypeError):
-        found = None
+    found = imported(module, qualname)
     if not (isinstance(found, type) and issubclass(found, Enum) and name in found.__members__):
-        raise CheckpointError(
-            f"the checkpoint holds {module}.{qualname}.{name}, which this program does not have: import its class first"
-        )
+        raise unknown(f"{module}.{qualname}.{name}")
     return found[name]
+
+
+def plain_object(content: list[Any]) -> object:
+    """An object of a class by its attributes."""
+    module, qualname, attributes = content
+    kind = imported(module, qualname)
+    if not (isinstance(kind, type) and is_plain(kind)):
+        raise unknown(f"an object of {module}.{qualname}")
+    made: object = object.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+def imported(module: str, qualname: str) -> Any:
+    """A class that is imported already, else None: nothing is run for a file's sake."""
+    try:
+        return reduce(lambda owner, part: vars(owner)[part], qualname.split("."), sys.modules[module])
+    except (KeyError, TypeError):
+        return None
+
+
+def unknown(what: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint holds {what}, which this program does not have: import its class first")
 
 
 def refused(path: str, what: str, remedy: str) -> CheckpointError:
@@ -130,6 +158,7 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$number": (np.generic, as_tensor, lambda items: items[0].numpy()[()]),
     "$namespace": (Namespace, lambda value: pairs(vars(value)), lambda items: Namespace(**dict(items))),
     "$enum": (Enum, lambda value: [type(value).__module__, type(value).__qualname__, value.name], member),
+    "$object": (Pair, lambda value: [type(value).__module__, type(value).__qualname__, vars(value)], plain_object),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
 

@@ -122,6 +122,7 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler,
         mpu, dist_init_required, collate_fn, config, config_params, mesh_param,
     )  # fmt: skip
+    made[0].mpu = model.grid if isinstance(model, PipelineModule) else mpu
     utils.groups.adopt(made[0].axes)
     comm.adopt(made[0])
     checkpointing.adopt(made[0].config.activation_checkpointing)

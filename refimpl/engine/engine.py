@@ -54,6 +54,8 @@ class Engine(Saved, ModuleState):
     last update.
     """
 
+    mpu: Any = None  # who says how ranks share the model: deepspeed.initialize's argument, or a PipelineModule's grid
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.report, self.monitor = Report(parts), parts.monitor

@@ -63,11 +63,11 @@ def _text(path: Path) -> str:
 def _parse(text: str) -> Any:
     """JSON, else Hjson; the error is that of JSON, which is what most people meant to write, and then of Hjson."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_int=_whole)
+        return json.loads(text, object_pairs_hook=unique, parse_int=_whole)
     except json.JSONDecodeError as error:
         as_json = error
     try:
-        return hjson.loads(text, object_pairs_hook=_unique, parse_int=_whole)
+        return hjson.loads(text, object_pairs_hook=unique, parse_int=_whole)
     except hjson.HjsonDecodeError as error:
         as_hjson = f"line {error.lineno}, column {error.colno}: {error.msg}"
     except OverflowError:
@@ -78,7 +78,8 @@ def _parse(text: str) -> Any:
     raise ConfigError(f"{place}: not JSON: {as_json.msg}; nor is it Hjson: {as_hjson}")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file, as json's `object_pairs_hook`. Raises `ConfigError` for a key that occurs twice."""
     twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if twice:
         raise ConfigError(f"key {', '.join(map(repr, twice))} occurs twice in one object; keep one")

@@ -9,6 +9,7 @@ them leaf modules (deepspeed/utils/z3_leaf_module.py).
 
 from collections import Counter
 
+import torch
 from torch import nn
 
 from refimpl.zero.config import ZeroConfig
@@ -53,7 +54,7 @@ def owners(model: nn.Module, leaf_paths: set[str]) -> dict[nn.Parameter, str]:
 
     That is where it is registered; or the leaf module around it; or, for a shared one, the lowest module around all
     its places. A container that is never called itself (ModuleList) passes its own on to the module around it.
-    TypeError for bare parameters, which no call needs.
+    TypeError for bare parameters, which no call needs, and for those of TorchScript, whose calls torch lets nobody see.
     """
     if isinstance(model, nn.ParameterList):
         raise TypeError("ZeRO-3 gathers parameters around the calls of modules: pass the module, not its parameters")
@@ -63,6 +64,11 @@ def owners(model: nn.Module, leaf_paths: set[str]) -> dict[nn.Parameter, str]:
         steps = path.split(".") if path else []
         end = next((i for i in range(len(steps)) if ".".join(steps[:i]) in leaf_paths), len(steps))
         for p in module.parameters(recurse=False):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"ZeRO-3 gathers parameters around calls of modules; {path or 'the model'} is TorchScript, which "
+                    "takes no hooks: leave it unscripted, or train with stage 2"
+                )
             places.setdefault(p, []).append(steps[:end])
     return {p: _lowest_called(paths, modules) for p, paths in places.items()}
 

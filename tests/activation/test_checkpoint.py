@@ -291,6 +291,22 @@ def test_transforms_that_save_nothing_go_through() -> None:
     assert torch.equal(grad, plain)
 
 
+def script(x: Tensor, w: Tensor) -> Tensor:
+    y = torch.sigmoid(x @ w) * x
+    return (y * torch.tanh(y + x)) @ w
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # its class from torch 2.14 on
+def test_torchscript_inside() -> None:
+    """It optimises itself after its first call, and saves other tensors then; and it forgets which exception it saw."""
+    scripted = torch.jit.script(script)
+    for _ in range(3):
+        x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+        ours = torch.autograd.grad(checkpoint(lambda x, w: scripted(x, w), x, w).sum(), [x, w])
+        assert same([*ours], [*torch.autograd.grad(script(x, w).sum(), [x, w])])
+
+
 def test_a_saved_constant_is_the_object_itself() -> None:
     """With what somebody has hung on it, as torch's checkpoint gives it back."""
 

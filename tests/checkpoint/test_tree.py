@@ -117,6 +117,32 @@ def test_enums_come_back_by_their_class_and_name() -> None:
         encode({"which": Model.Layers.FIRST | Model.Layers.LAST}, "x", {})
 
 
+class History:
+    """As mmengine's, which it puts into every client_state: its own ways with pickle are for its functions."""
+
+    def __init__(self, *log: float) -> None:
+        self.log, self.best = np.array(log), {"at": (1, None)}
+
+    def __setstate__(self, state: object) -> None:
+        raise AssertionError("called for a file's sake")
+
+
+class Acting(History):
+    def __del__(self) -> None: ...
+
+
+def test_an_object_comes_back_by_its_attributes_and_nothing_is_called() -> None:
+    value = History(1.5, 2.5)
+    back = there_and_back({"loss": value})["loss"]
+    assert (type(back), back.log.tolist(), back.best) == (History, [1.5, 2.5], {"at": (1, None)})
+    value.best = print
+    with pytest.raises(CheckpointError, match=r"x\.0\..*best: holds builtins\.builtin_function"):
+        encode([value], "x", {})
+    for place in (["colorsys2", "A"], ["os", "path"], [__name__, "Acting"], ["pathlib", "Path"], ["sys", "exit"]):
+        with pytest.raises(CheckpointError, match=f"an object of {'.'.join(place)}, which this program does not have"):
+            decode({"$object": [*place, {}]}, {}.__getitem__)
+
+
 @pytest.mark.parametrize("place", [["colorsys2", "K", "A"], ["os", "path", "A"], [__name__, "Model.Kind", "DECODER"]])
 def test_an_enum_that_the_reader_has_not_is_named_and_nothing_is_imported(place: list[str]) -> None:
     with pytest.raises(CheckpointError, match=f"holds {'.'.join(place)}, which this program does not have"):
@@ -159,6 +185,7 @@ def test_two_tensors_whose_paths_read_alike_stay_two(value: Any) -> None:
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "on meta"),
         (type("Odd", (dict,), {})(), "Odd"),
+        (torch.nn.Linear(1, 1), "Linear"),
     ],
 )
 def test_anything_else_is_refused_by_its_key(value: Any, what: str) -> None:

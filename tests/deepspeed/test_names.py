@@ -1,8 +1,10 @@
 """The small things behind DeepSpeed's names: optimizers, helpers, the accelerator, logging, OnDevice."""
 
+import json
 import logging
 import os
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +26,7 @@ from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, MultiTensorApply
 from refimpl.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from refimpl.deepspeed.runtime import config as constants
-from refimpl.deepspeed.runtime import utils
+from refimpl.deepspeed.runtime import config_utils, utils
 from refimpl.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from refimpl.deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -355,6 +357,15 @@ def test_a_configuration_counts_the_ranks_that_read_other_batches() -> None:
     assert worlds.run(sizes_of_a_configuration, ranks=2) == [[4, 2, 2, 2, 2]] * 2
 
 
+def test_a_file_that_a_script_reads_itself() -> None:
+    read = partial(json.loads, object_pairs_hook=config_utils.dict_raise_error_on_duplicate_keys)
+    found = read('{"bf16": {"enabled": true}}')
+    assert config_utils.get_scalar_param(found["bf16"], "enabled", False) is True
+    assert config_utils.get_dict_param(found, "fp16", None) is None
+    with pytest.raises(ValueError, match="'enabled' occurs twice"):
+        read('{"bf16": {"enabled": true, "enabled": false}}')
+
+
 def test_a_configuration_by_itself(tmp_path: object) -> None:
     config = deepspeed.DeepSpeedConfig({"train_batch_size": 4, "bf16": {"enabled": True}})
     assert (config.train_micro_batch_size_per_gpu, config.bf16.enabled) == (4, True)
@@ -436,6 +447,8 @@ def pipelined() -> None:
         assert module.stage_owner(0) == 0
         with pytest.raises(ValueError, match="there is no layer 1: the model has 1"):
             module.stage_owner(1)
+    engine, *_ = deepspeed.initialize(model=module, config={"train_batch_size": 1})
+    assert engine.mpu is module.grid  # as determined asks it
 
 
 def test_layers_of_a_pipeline_have_a_stage_and_a_seed_of_their_own_if_asked() -> None:

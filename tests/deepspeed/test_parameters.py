@@ -45,7 +45,7 @@ def answers() -> None:
         assert (weight.ds_shape, weight.ds_numel, weight.ds_persist) == ((8, 8), 64, False)
         assert weight.ds_id != model[1].weight.ds_id
         assert weight.ds_tensor.dim() == 1
-        assert sum(of_all_ranks(weight.ds_tensor.numel())) == 64  # its own elements, without its bias's or padding
+        assert sum(of_all_ranks(weight.partition_numel())) == 64  # its own elements, without its bias's or padding
         weight.all_gather()
         assert weight.ds_status == ZeroParamStatus.AVAILABLE
         kept = weight.detach()

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,3 +147,12 @@ def test_neighbours_join_as_long_as_they_fit(widths: list[list[int]], most: int)
     for one, other in pairwise(runs.values()):
         fits = sum(sizes[path] for path in [*one, other[0]]) <= most
         assert not (fits and one[0].split(".")[0] == other[0].split(".")[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # its class from torch 2.14 on
+def test_a_scripted_module_is_refused_by_name() -> None:
+    """torch gives it no hooks, and says so of none in particular."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"1 is TorchScript.* stage 2"):
+        owners(model, set())

@@ -4,6 +4,7 @@
     p.ds_status                     NOT_AVAILABLE, INFLIGHT or AVAILABLE
     p.ds_tensor                     what this rank has of it, one-dimensional, in the training dtype: as the fragments
                                     of deepspeed.utils.safe_get_local_*; may be written: see fragment.py
+    p.partition_numel()             its elements; DeepSpeed counts padding too
     p.ds_secondary_tensor           with zero_hpz_partition_size > 1 this rank's second shard of its unit; else, and of
                                     one that stays whole, None
     p.ds_zero_param_process_group   the ranks that share it
@@ -233,6 +234,7 @@ _answers("ds_shape", lambda p: _of(p, p.shape))
 _answers("ds_numel", lambda p: _of(p, p.numel()))
 _answers("ds_status", _status)
 _answers("ds_tensor", lambda p: _of(p, Fragment.of(p)), _set_mine)
+_answers("partition_numel", lambda p: _of(p, Fragment.of(p).numel))
 _answers("ds_persist", lambda p: _unit(p) is None)
 _answers("ds_process_group", _ranks)
 _answers("ds_secondary_tensor", lambda p: None if (way := _second(p)) is None else way.mine)
