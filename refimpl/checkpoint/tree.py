@@ -59,7 +59,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if (name := kind_of(value)) is not None:
         return {name: inner(KINDS[name][1](value), path, tensors)}
     what = f"{kind.__module__}.{kind.__qualname__}"
-    remedy = "keep its plain value: .tolist(), str(...) or vars(...)"
+    remedy = "keep its " + (
+        "state_dict()" if hasattr(value, "state_dict") else "plain value: .tolist(), str(...) or vars(...)"
+    )
     raise refused(path, what, remedy)
 
 
@@ -76,10 +78,10 @@ def kind_of(value: Any) -> str | None:
 
 
 def is_plain(kind: type) -> bool:
-    """Whether attributes are all that an object of this class has: with the same ones it is the same, unasked."""
+    """Whether attributes are all that an object of this class has, and all that it says it keeps."""
     special = ("__new__", "__del__", "__reduce__", "__reduce_ex__", "__slots__")
     ordinary = all(getattr(kind, name, None) is getattr(object, name, None) for name in special)
-    has_attributes = kind.__dictoffset__ != 0 and not issubclass(kind, nn.Module)
+    has_attributes = kind.__dictoffset__ != 0 and not hasattr(kind, "state_dict")
     return ordinary and has_attributes and imported(kind.__module__, kind.__qualname__) is kind
 
 

@@ -185,7 +185,8 @@ def test_two_tensors_whose_paths_read_alike_stay_two(value: Any) -> None:
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "on meta"),
         (type("Odd", (dict,), {})(), "Odd"),
-        (torch.nn.Linear(1, 1), "Linear"),
+        (torch.nn.Linear(1, 1), r"Linear;.*keep its state_dict\(\)"),
+        (torch.optim.SGD([torch.zeros(1)]), r"SGD;.*keep its state_dict\(\)"),
     ],
 )
 def test_anything_else_is_refused_by_its_key(value: Any, what: str) -> None:
@@ -196,9 +197,11 @@ def test_anything_else_is_refused_by_its_key(value: Any, what: str) -> None:
 def test_what_holds_itself_or_is_too_deep_is_refused() -> None:
     itself: dict[str, Any] = {}
     itself["again"] = itself
+    history = History()
+    history.best["again"] = history
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
-    for value in (itself, deep):
+    for value in (itself, deep, history):
         with pytest.raises(CheckpointError, match=r"client_state\..*\.\.\.: holds more than 200 levels, or itself"):
             encode(value, "client_state", {})
