@@ -357,9 +357,9 @@ print("the first weight:", mlp[0].weight.placements, tuple(mlp[0].weight.to_loca
 # | fused q, k, v | blocks, each cut by itself | one run a rank: keep them apart | stored head group by head group, so that one run is right |
 # | what does not divide | one unit more on the first ranks | shorter or empty shards on the last | refused; the vocabulary is padded |
 # | the loss | three numbers a row | `loss_parallel()`, the same idea | three numbers a row |
-# | sequence parallelism keeps a column layer's input | whole | whole | $1/N$, gathered again in backward |
+# | sequence parallelism (section 5) keeps a column layer's input | whole | whole | $1/N$, gathered again in backward |
 # | an all-reduce in backward | waited for | waited for; of sequence parallelism's halves `torch.compile` can send slices beside the product (async TP) | beside the weight's gradient |
-# | dropout where split | a second stream, `Draws` | one stream, each rank at its own offset | a second stream; the same in all replicas |
+# | dropout where split (section 6) | a second stream, `Draws` | one stream, each rank at its own offset | a second stream; the same in all replicas |
 #
 # The number of ranks that share a layer is the **TP size**: `--tensor-model-parallel-size` in Megatron-LM (with
 # `--sequence-parallel`), `"tensor_parallel": {"autotp_size": N}` in DeepSpeed's JSON. (Megatron-LM:

@@ -74,6 +74,7 @@ def test_leave(answer: Answer, group: WatchedGroup) -> None:
                     grad * group.size
                 )
             },
+            ranks=group.size,
         )
         silent(fresh, "backward", "the gradient that arrives is equal on all ranks, and whole")
     case("what stays alive between forward and backward")

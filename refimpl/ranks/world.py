@@ -119,13 +119,14 @@ class World:
                 self.kill()
 
     def stop(self) -> None:
-        """Let idle ranks leave; kill the others."""
+        """Let idle ranks leave, within 5 s in all; kill the others. One that parted from the rest may never leave."""
         if self.idle and os.getpid() == self.owner:
             for pipe in self.pipes:
                 with suppress(ConnectionError):
                     pipe.send_bytes(b"")
+            until = time.monotonic() + 5
             for process in self.processes:
-                process.join(5)
+                process.join(max(0.0, until - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:

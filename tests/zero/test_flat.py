@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -66,11 +66,13 @@ def test_parameters_lie_one_behind_the_other_and_the_rest_is_zero(shapes: list[t
 
 
 @given(SHAPES, RANKS)
+@example([(0,)], 2)
 def test_the_shards_of_all_ranks_are_the_whole(shapes: list[tuple[int, ...]], ranks: int) -> None:
     buckets = on_every_rank(shapes, ranks)
     shards = [bucket.shard(bucket.full) for bucket in buckets]
     assert {len(shard) for shard in shards} == {buckets[0].padded // ranks}
     assert torch.equal(torch.cat(shards), buckets[0].full)
+    assert all(shard.storage_offset() % ALIGN == 0 for shard in shards)  # so also eight bytes at a time can be read
 
 
 @given(SHAPES, RANKS)
