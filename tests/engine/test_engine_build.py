@@ -163,6 +163,18 @@ def test_the_clients_optimizer_wins_over_the_file() -> None:
         start(optimizer_=SimpleNamespace(param_groups=[]))
 
 
+def test_a_callable_gets_tensors_where_tensors_were_given() -> None:
+    """DeepSpeed's does; one that sorts them by their dimensions reads each."""
+    model = Net()
+
+    def by_dimensions(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [[p for p in parameters if (p.ndim > 1) == several] for several in (True, False)]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=1)
+
+    engine = start(model, optimizer_=by_dimensions)
+    assert {p.ndim for p in engine.optimizer.param_groups[1]["params"]} == {1}
+
+
 @pytest.mark.parametrize(
     ("section", "told"),
     [
