@@ -104,7 +104,7 @@ def make_optimizer(
                 "Of a wrapper, hand over the optimizer inside"
             )
         tensors = [p for group in parameters if isinstance(group, Ungrouped) for p in group["params"]]
-        made = client(tensors or parameters)  # a pipeline's stage may have none: torch takes an empty group, no empty list
+        made = client(tensors or parameters)  # torch takes an empty group, as of a pipeline's stage, but no empty list
         if not isinstance(made, Optimizer):
             raise TypeError(f"optimizer: the callable returned {type(made).__name__}, not a torch.optim.Optimizer")
         return made
