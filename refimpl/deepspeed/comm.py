@@ -78,7 +78,7 @@ is_initialized = dist.is_initialized
 destroy_process_group = dist.destroy_process_group
 
 
-def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> ProcessGroup:
+def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
     """torch's; and where ranks ask for different ones at once, as each pipeline for its ends, each gets its own.
 
     Those wait for ever in torch, which calls groups that are made at the same time by the same name. A collective of

@@ -64,8 +64,8 @@ def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = 
     """
     known = set(model.parameters())
     given = list(model.parameters()) if parameters is None else list(parameters)
-    kind: type[dict[str, Any]] = Ungrouped if any(isinstance(g, Ungrouped) for g in given) else dict
-    groups = [kind(g) for g in given if isinstance(g, dict)] or [Ungrouped(params=given)]
+    make: type[dict[str, Any]] = Ungrouped if any(isinstance(g, Ungrouped) for g in given) else dict
+    groups = [make(g) for g in given if isinstance(g, dict)] or [Ungrouped(params=given)]
     if len(groups) < len(given) and any(isinstance(g, dict) for g in given):
         raise ValueError("model_parameters: tensors beside groups: put them in a group too, {'params': [...]}")
     for number, group in enumerate(groups):
