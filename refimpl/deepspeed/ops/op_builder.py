@@ -10,3 +10,10 @@ class OpBuilder:
     def is_rocm_pytorch() -> bool:
         """Whether this torch was made for AMD's GPUs."""
         return torch.version.hip is not None
+
+
+class CPUAdamBuilder(OpBuilder):
+    """Of DeepSpeedCPUAdam's kernel, which scripts build beforehand (sd-scripts)."""
+
+    def load(self, verbose: bool = True) -> None:
+        """Nothing: torch's own kernel does the work."""
