@@ -9,7 +9,7 @@ DeepSpeed: deepspeed/comm/comm.py and deepspeed/comm/torch.py.
 import functools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,21 @@ gather_object = _unlogged(dist.gather_object)
 
 is_available = dist.is_available
 is_initialized = dist.is_initialized
-new_group = dist.new_group
 destroy_process_group = dist.destroy_process_group
+
+
+def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+    """torch's; and where ranks ask for different ones at once, as each pipeline for its ends, each gets its own.
+
+    Those wait for ever in torch, which calls groups that are made at the same time by the same name. A collective of
+    all ranks, or with use_local_synchronization of the group's.
+    """
+    if options.get("use_local_synchronization"):
+        return dist.new_group(ranks, *args, **options)
+    mine = None if ranks is None else tuple(ranks)
+    asked: list[Any] = [mine] * dist.get_world_size()
+    dist.all_gather_object(asked, mine)
+    return {row: dist.new_group(row and list(row), *args, **options) for row in dict.fromkeys(asked)}[mine]
 
 
 def init_distributed(

@@ -13,6 +13,7 @@ from refimpl.engine.initialize import connect
 from refimpl.engine.pipeline import PipelineEngine, PipelineError
 from refimpl.parallel.pipeline import module
 from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec
+from refimpl.parallel.pipeline.partition import Bounds
 from refimpl.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -76,6 +77,7 @@ class PipelineModule(module.PipelineModule):
         if [axis for axis in sizes if axis in AXES] != [axis for axis in AXES if axis in sizes]:
             raise NotImplementedError(f"PipelineModule: axes in the order {list(sizes)}: use {', '.join(AXES)}")
         axes = Axes.of_mesh(Mesh({name: sizes.get(axis, 1) for axis, name in AXES.items()}))
+        self._topo, self.global_rank = topology, axes.world.rank  # a `_partition_layers` reads them
         super().__init__(
             layers,
             axes.pipeline,
@@ -88,7 +90,6 @@ class PipelineModule(module.PipelineModule):
             dynamic=dynamic_shape,
             base_seed=base_seed if seed_layers else None,
         )
-        self._topology = topology
         self.grid = PipelineParallelGrid(topology)  # an engine's `grid` too, which asks its module
 
     @property
@@ -101,13 +102,28 @@ class PipelineModule(module.PipelineModule):
         """Ranks that a micro-batch passes."""
         return self.group.size
 
+    def _cut(self, method: str | Sequence[float], stages: int, sample: Any) -> Bounds:
+        self._partition_layers(method)
+        return self.parts
+
+    def _partition_layers(self, method: str | Sequence[float] = "uniform") -> None:
+        """Say `parts`: stage s has layers parts[s] to parts[s + 1] - 1. A subclass may cut in its own way."""
+        self.parts: Bounds = super()._cut(method, self.group.size, None)
+
+    def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
+        """Nothing: a rank's layers are found in `parts`. DeepSpeed's `_partition_layers` ends with this call."""
+
     @property
-    def parts(self) -> list[int]:
-        """Stage s has layers parts[s] to parts[s + 1] - 1."""
-        return self.bounds
+    def _layer_specs(self) -> list[Layer]:
+        """All layers, as they were given, while they are cut; afterwards of those on other ranks the class."""
+        return self.specs
 
     def topology(self) -> ProcessTopology:
-        return self._topology
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """Who shares what of the model, as `engine.mpu`."""
+        return self.grid
 
     def num_pipeline_stages(self) -> int:
         return self.group.size

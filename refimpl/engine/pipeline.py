@@ -36,10 +36,23 @@ class PipelineError(RuntimeError):
     """A call that a pipeline has no answer to."""
 
 
+class Instructions(dict[type, Callable[..., object]]):
+    """Where DeepSpeed's engine looks up what an instruction of its schedule does. Here there is nothing to replace."""
+
+    def __setitem__(self, instruction: type, does: Callable[..., object]) -> None:
+        """NotImplementedError."""
+        raise NotImplementedError(
+            f"PipelineEngine._INSTRUCTION_MAP[{instruction.__name__}]: this engine runs the tables of refimpl.parallel."
+            "pipeline.schedules, and no other code in an instruction's place. For updates in backward, as of "
+            "diffusion-pipe's gradient_release: leave them out; the engine's step updates"
+        )
+
+
 class PipelineEngine(Engine):
     """Trains a PipelineModule as the configuration says. Made by `initialize`, on every rank alike."""
 
     module: PipelineModule
+    _INSTRUCTION_MAP = Instructions()
 
     def __init__(self, parts: Parts) -> None:
         """NotImplementedError for ZeRO stages 2 and 3."""

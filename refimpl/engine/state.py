@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from refimpl.checkpoint.background import Background
 from refimpl.engine.build import Parts
+from refimpl.engine.layout import check_whole
+from refimpl.engine.trained import make_optimizer
 
 
 class TrainingState(nn.Module):
@@ -59,6 +61,15 @@ class TrainingState(nn.Module):
     @optimizer.setter
     def optimizer(self, other: Optimizer | None) -> None:
         self.stage.optimizer = other
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Train with this optimizer, or what its callable makes of `model_parameters`, from now on. On every rank.
+
+        DeepSpeed's name, for whose optimizer is made with the engine at hand. ValueError if the engine has one already.
+        """
+        optimizer = make_optimizer(client_optimizer, self.config.optimizer, list(model_parameters))
+        check_whole(optimizer, self.axes, self.copies())
+        self.stage.attach(optimizer)
 
     def data_state(self) -> Any | None:
         """The position in the training data that `initialize` was given; None if there is none that could say it."""

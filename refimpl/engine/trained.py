@@ -23,6 +23,10 @@ MakeOptimizer = Callable[[list[Any]], Optimizer]
 T = TypeVar("T")
 
 
+class Ungrouped(dict[str, Any]):
+    """The group of tensors that came in none: a caller's callable gets them as they came."""
+
+
 def names_of(model: nn.Module, parameters: Parameters | None, optimizer: Any) -> list[dict[str, Any]]:
     """What is to be optimized, in groups, by its names in the model before it is cut."""
     if isinstance(optimizer, Optimizer):
@@ -34,7 +38,7 @@ def names_of(model: nn.Module, parameters: Parameters | None, optimizer: Any) ->
         groups_of(optimizer, model)  # refuses another model's
         parameters = optimizer.param_groups
     names = {p: name for name, p in model.named_parameters()}
-    return [{**group, "params": [names[p] for p in group["params"]]} for group in trainable(model, parameters)]
+    return [type(group)(group, params=[names[p] for p in group["params"]]) for group in trainable(model, parameters)]
 
 
 def found_again(model: nn.Module, named: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -42,7 +46,7 @@ def found_again(model: nn.Module, named: list[dict[str, Any]]) -> list[dict[str,
     whole = model.name_in_whole if isinstance(model, PipelineModule) else str
     here = {whole(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     here |= {model.first_of(p): p for p in model.repeated} if isinstance(model, PipelineModule) else {}
-    return [{**group, "params": [here[name] for name in group["params"] if name in here]} for group in named]
+    return [type(group)(group, params=[here[name] for name in group["params"] if name in here]) for group in named]
 
 
 def hand_over(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -60,7 +64,8 @@ def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = 
     """
     known = set(model.parameters())
     given = list(model.parameters()) if parameters is None else list(parameters)
-    groups = [dict(g) for g in given if isinstance(g, dict)] or [{"params": given}]
+    make: type[dict[str, Any]] = Ungrouped if any(isinstance(g, Ungrouped) for g in given) else dict
+    groups = [make(g) for g in given if isinstance(g, dict)] or [Ungrouped(params=given)]
     if len(groups) < len(given) and any(isinstance(g, dict) for g in given):
         raise ValueError("model_parameters: tensors beside groups: put them in a group too, {'params': [...]}")
     for number, group in enumerate(groups):
@@ -86,7 +91,10 @@ def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = 
 def make_optimizer(
     client: Optimizer | MakeOptimizer | None, section: OptimizerSection | None, parameters: list[Any]
 ) -> Optimizer:
-    """The caller's optimizer, or what its callable makes of `parameters`, or the one that the file names."""
+    """The caller's optimizer, or what its callable makes of `parameters`, or the one that the file names.
+
+    A callable gets tensors where tensors were given, groups where groups were, as in DeepSpeed.
+    """
     if isinstance(client, Optimizer):
         return client
     if client is not None:
@@ -95,7 +103,8 @@ def make_optimizer(
                 f"optimizer: a {type(client).__name__} is neither a torch.optim.Optimizer nor what makes one. "
                 "Of a wrapper, hand over the optimizer inside"
             )
-        made = client(parameters)
+        tensors = [p for group in parameters if isinstance(group, Ungrouped) for p in group["params"]]
+        made = client(tensors or parameters)  # torch takes an empty group, as of a pipeline's stage, but no empty list
         if not isinstance(made, Optimizer):
             raise TypeError(f"optimizer: the callable returned {type(made).__name__}, not a torch.optim.Optimizer")
         return made

@@ -31,8 +31,13 @@ class Changing(Built):
         """Train with this optimizer, over parameters of the model, from now on. For a stage built without one."""
         if self.update.slices.optimizer is not None:
             raise ValueError(f"attach: {type(self).__name__} has an optimizer already")
+        update, gradients, across, parted = self.update, self.gradients, self.buffers.across, self.view.parted
         self.detach_all()
         self.build(optimizer)
+        # What the stage was told of ranks beside its own, and of micro-batches, is true of this optimizer's steps too.
+        self.gradients.across = self.update.across = update.across
+        self.update.beyond, self.buffers.across, self.view.parted = update.beyond, across, parted
+        self.gradients.divisor = gradients.divisor
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Train more of the model: a group as for `optimizer.add_param_group`. On every rank alike."""

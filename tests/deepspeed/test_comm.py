@@ -122,6 +122,20 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
+def own_pair() -> tuple[float, float]:
+    """The first and the last stage of each of two pipelines, as diffusion-pipe asks for them."""
+    rank = dist.get_rank()
+    pair, x = dist.new_group(ranks=[rank % 2, rank % 2 + 2]), torch.tensor(float(rank))
+    dist.all_reduce(x, group=pair)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(y := torch.tensor(float(rank)), group=alone)
+    return x.item(), y.item()
+
+
+def test_ranks_that_ask_for_different_groups_at_once_get_their_own() -> None:
+    assert worlds.run(own_pair, ranks=4) == [(2, 0), (4, 1), (2, 2), (4, 3)]
+
+
 def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
     assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank(), dist.get_world_group()) == (0, 1, 0, None)
     with pytest.raises(RuntimeError, match="dist_init_required=False"):

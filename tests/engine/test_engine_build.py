@@ -163,6 +163,18 @@ def test_the_clients_optimizer_wins_over_the_file() -> None:
         start(optimizer_=SimpleNamespace(param_groups=[]))
 
 
+def test_a_callable_gets_tensors_where_tensors_were_given() -> None:
+    """DeepSpeed's does; one that sorts them by their dimensions reads each."""
+    model, seen = Net(), list[list[Any]]()
+
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        seen.append(parameters)
+        return torch.optim.SGD(parameters, lr=1)
+
+    start(model, optimizer_=make)
+    assert all(a is b for a, b in zip(seen[0], model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("section", "told"),
     [

@@ -126,6 +126,51 @@ def test_it_trains_as_the_data_parallel_engine(more: dict[str, Any], stages: int
     assert "fp16" in more or norm > 1
 
 
+class CutByHand(PipelineModule):
+    """As in diffusion-pipe, which also counts frozen weights, by a `_count_layer_params` of its own."""
+
+    def _partition_layers(self, method: str | Any = "uniform") -> None:
+        assert callable(self.loss_fn)
+        if method == "manual":
+            self.parts = [0, 3, len(self._layer_specs)]
+            stage = self._topo.get_coord(self.global_rank).pipe
+            self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+        else:
+            super()._partition_layers(method)
+
+    def _count_layer_params(self) -> list[int]:
+        return [1, *[0] * 6, 1]
+
+
+def by_pipeline_of_a_script() -> tuple[dict[str, Tensor], float, list[int], list[int]]:
+    """The script cuts the layers, and makes the optimizer with the engine at hand."""
+    module = CutByHand(layers(), 2, loss_fn=loss, partition_method="manual")
+    engine, *_ = initialize(model=module, config={k: v for k, v in config().items() if k != "optimizer"})
+    assert engine.optimizer is None
+    engine._configure_optimizer(lambda ps: torch.optim.SGD(ps, lr=0.01), list(module.parameters()))
+    data = batches(engine.group.rank, {})
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    with pytest.raises(ValueError, match="has an optimizer already"):
+        engine._configure_optimizer(torch.optim.SGD, list(module.parameters()))
+    counted = CutByHand(layers(), 2, loss_fn=loss, partition_method="parameters").parts
+    return dict(engine.module_state_dict()), float(engine.get_global_grad_norm() or 0), module.parts, counted
+
+
+def test_a_script_cuts_the_layers_and_makes_the_optimizer_afterwards() -> None:
+    """The norm, by which gradients are clipped, is of both stages, and their mean of all micro-batches."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.01}}
+    ((expected, _, norm, _),) = run(by_data, config(optimizer=optimizer), ranks=1)
+    found = run(by_pipeline_of_a_script, ranks=2)
+    for weights, own, parts, counted in found:
+        assert (parts, counted) == ([0, 3, 8], [0, 7, 8])
+        assert own == pytest.approx(norm, rel=1e-6)
+        assert own > 1
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
+    assert {name for weights, *_ in found for name in weights} == expected.keys()
+
+
 # --- the example that DeepSpeed's users start from: training data to initialize, train_batch without arguments
 
 
@@ -379,6 +424,13 @@ def refused(what: str) -> None:
 def test_what_a_pipeline_refuses(what: str, says: str) -> None:
     with pytest.raises(launch.RankError, match=says):
         run(refused, what)
+
+
+def test_no_instruction_is_replaced() -> None:
+    """Nobody would call the other one. Modules are reached by their dots alone, as sd-scripts reaches its builder."""
+    deepspeed.ops.op_builder.CPUAdamBuilder().load()
+    with pytest.raises(NotImplementedError, match=r"_INSTRUCTION_MAP\[ReduceGrads\]: .* leave them out"):
+        PipelineEngine._INSTRUCTION_MAP[deepspeed.runtime.pipe.schedule.ReduceGrads] = lambda engine: None
 
 
 def test_the_paths_that_scripts_import_from() -> None:

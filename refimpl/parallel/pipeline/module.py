@@ -85,6 +85,7 @@ class PipelineModule(nn.Module):
         self.axes, self.names, self.part = axes or Axes.of_pipeline(group), dict(names or {}), part
         self.checkpoint_interval, self.checkpointable = checkpoint_interval, checkpointable
         self.how, self.base_seed = how or Checkpoint(), base_seed
+        vars(self)["loss"] = loss  # known everywhere, but what it trains is the last stage's
         table = self._table(1)
         self.bounds = self._cut(partition, table.stages, sample)
         self.tied_modules = nn.ModuleDict()
@@ -95,8 +96,6 @@ class PipelineModule(nn.Module):
                 self._run[i] = self._build(i)
         if self.last_stage in self.stages:
             self.loss = loss
-        else:
-            vars(self)["loss"] = loss  # known, but what it trains is the last stage's
         owners = [s for s in range(table.stages) for _ in range(*self.bounds[s : s + 2])]
         losses, owners = ([loss], [*owners, self.last_stage]) if isinstance(loss, nn.Module) else ([], owners)
         holders = [{path[s] for path in table.paths} for s in owners]
@@ -217,7 +216,7 @@ class PipelineModule(nn.Module):
             return partition.uniform(len(names), stages)
         if method == "parameters":
             with aside(self.group.device):
-                weights = [partition.parameters(x.shape() if isinstance(x, LayerSpec) else x) for x in self.specs]
+                weights = self._count_layer_params()
         elif method == "time":
             weights = self._measured(sample)
         elif isinstance(method, str) and method.lower().startswith("type:"):
@@ -229,6 +228,10 @@ class PipelineModule(nn.Module):
                 f"partition {method!r}: it must be uniform, parameters, time, type:PATTERN, or {len(names)} weights"
             )
         return partition.balanced(weights, stages)
+
+    def _count_layer_params(self) -> Sequence[float]:
+        """Each layer's weight for "parameters": those that are trained. DeepSpeed's name, for who counts others."""
+        return [partition.parameters(x.shape() if isinstance(x, LayerSpec) else x) for x in self.specs]
 
     def _measured(self, sample: Any) -> list[float]:
         """Rank 0 builds and times every layer, one after the other, and tells the others."""
