@@ -9,10 +9,13 @@ seconds. A wait that ends in time costs nothing. Only transfers for which the ho
 by streams, and the host meets them where it reads a number (`Group.settle`).
 """
 
+import ctypes
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+from torch.distributed import distributed_c10d
 
 SHORT = 0.001  # seconds to sleep where other transfers of its own may go on
 SELDOM = 0.5  # seconds to sleep at most: on a busy machine whoever looks up often keeps others from their work
@@ -36,6 +39,18 @@ class Patience:
         self.refuse_lost()
         self.begun += 1
         return self.begun
+
+    def part(self, why: RuntimeError) -> RuntimeError:
+        """The ranks have begun different calls: from now on every call raises `why`, which is returned.
+
+        What was begun never ends, and gloo's destructor waits for it: the process could not end. So nothing destroys
+        the groups of this process any more.
+        """
+        if self.lost is None:
+            for group in distributed_c10d._world.pg_map:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self.lost = why
+        return why
 
     def refuse_lost(self) -> None:
         """Raise what has parted the ranks, if something has."""

@@ -124,8 +124,7 @@ class RollCall:
         self.round += 1
         if any(standing.failed for standing in standings):
             failed = by_rank({rank: s.failed or None for rank, s in zip(self.ranks, standings, strict=True)})
-            self.patience.lost = OffloadError(f"{failed}. {OUT_OF_STEP}")
-            raise self.patience.lost
+            raise self.patience.part(OffloadError(f"{failed}. {OUT_OF_STEP}"))
         if (doing := parted(standings)) is not None:
             ranks = "; ".join(f"rank {rank}: {what}" for rank, what in zip(self.ranks, doing, strict=True))
             error = RankDivergence(
@@ -136,7 +135,7 @@ class RollCall:
                 out_of_step=len({standing.begun for standing in standings}) > 1,
             )
             if error.out_of_step:
-                self.patience.lost = error
+                self.patience.part(error)
             raise error
 
     def said(self) -> list[Standing | None]:
@@ -196,12 +195,13 @@ class RollCall:
         if there := {rank: what for rank, what in there.items() if rank in still}:
             there[self.rank] = json.loads(self.all.get(_place(self.rank)))["what"]
             who = "; ".join(f"rank {self.ranks[rank]}: {what}" for rank, what in sorted(there.items()))
-            self.patience.lost = RankDivergence(
-                f"the ranks have come to different models, and wait for each other. {who}. Call the engines in the "
-                "same order on every rank",
-                out_of_step=True,
+            raise self.patience.part(
+                RankDivergence(
+                    f"the ranks have come to different models, and wait for each other. {who}. Call the engines in the "
+                    "same order on every rank",
+                    out_of_step=True,
+                )
             )
-            raise self.patience.lost
 
     def _of_stage(self, number: int) -> Store:
         return PrefixStore(f"stage {number}", self.all)

@@ -5,7 +5,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -508,6 +508,22 @@ def test_a_world_whose_ranks_are_out_of_step_ends(after: int, alive: bool) -> No
             with pytest.raises(RankError, match=r"rank 0: .*; rank 1: forward of layers\.1"):
                 world.call(part_uncaught, after)
         assert world.alive is alive
+
+
+def part_caught() -> bool:
+    config = ZeroConfig(prefetch_bucket_size=10**6, leaf_modules=(nn.Sequential,))
+    stage = Zero3(Chain(DIFFERENT, False), group=Group(dist.group.WORLD, transport="gloo"), config=config)
+    for step in range(3):
+        with pytest.raises(RankDivergence) if step == 2 else nullcontext():
+            train(stage, *(0, 2, 3, 4) if step == 2 and stage.group.rank == 1 else USUAL, step=False)
+    return stage.group.patience.lost is not None
+
+
+def test_processes_that_have_parted_end_by_themselves() -> None:
+    """Gloo's destructor waits for what was begun: under torchrun a script that caught the error never ended."""
+    with World(4, compare=False) as world:
+        assert world.call(part_caught) == [True] * 4
+    assert [process.exitcode for process in world.processes] == [0] * 4
 
 
 # Ranks that do not.
