@@ -27,7 +27,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl.as_deepspeed import VERSION
-from refimpl.deepspeed import accelerator, checkpoint, comm, elasticity, launcher, moe, ops, pipe, runtime, utils
+from refimpl.deepspeed import (
+    accelerator,
+    beside_accelerate,
+    checkpoint,
+    comm,
+    elasticity,
+    launcher,
+    moe,
+    ops,
+    pipe,
+    runtime,
+    utils,
+)
 from refimpl.deepspeed.absent import absent
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.comm import init_distributed
@@ -116,6 +128,7 @@ def initialize(
     """
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={__git_hash__}, git-branch={__git_branch__}", ranks=[0])
     init_distributed(dist_init_required=dist_init_required)
+    beside_accelerate.tell()
     if model is not None:
         _leave_former(model)
     made = _engine.initialize(

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import random
+import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from torch import nn
 
 import refimpl.deepspeed as deepspeed
 from refimpl.comm.group import Group
-from refimpl.deepspeed import env_report, git_version_info
+from refimpl.deepspeed import beside_accelerate, env_report, git_version_info
 from refimpl.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from refimpl.deepspeed.compression import helper
 from refimpl.deepspeed.launcher import runner
@@ -270,6 +272,19 @@ def test_builders_of_kernels_say_what_is_here_and_give_its_module() -> None:
         QuantizerBuilder().load()
     assert type(deepspeed.get_accelerator().create_op_builder("FusedAdamBuilder")).NAME == "fused_adam"
     assert git_version_info.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize("known", [None, 1, 2])
+def test_where_accelerate_takes_each_rank_for_a_job_of_its_own(
+    known: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does without a GPU, where no backend is named to it: ranks would train on the same data without a word."""
+    shared = {} if known is None else {"num_processes": known}
+    partial = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
+    monkeypatch.setitem(sys.modules, "accelerate.state", partial)  # type: ignore[arg-type]
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="counts 1 process where 2 ranks train") if known == 1 else nullcontext():
+        beside_accelerate.tell()
 
 
 def test_an_operator_on_lists_in_chunks() -> None:
