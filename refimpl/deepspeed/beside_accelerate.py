@@ -13,7 +13,7 @@ def tell() -> None:
     if known is not None and known != (size := dist.get_world_size()):
         warnings.warn(
             f"accelerate counts {known} process where {size} ranks train: each reads all of the data, and takes itself "
-            'for the main process. Without a GPU name a backend to it: InitProcessGroupKwargs(backend="gloo") among the '
-            'kwargs_handlers of Accelerator, or ddp_backend="gloo" of TrainingArguments',
+            'for the main process. Without a GPU name a backend to it: InitProcessGroupKwargs(backend="gloo") among '
+            'the kwargs_handlers of Accelerator, or ddp_backend="gloo" of TrainingArguments',
             stacklevel=3,
         )
