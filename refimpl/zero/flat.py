@@ -144,9 +144,9 @@ class Bucket:
         return whole.reshape(-1)[begin : begin + numel]
 
     def shard(self, flat: Tensor) -> Tensor:
-        """flat [P] -> the view [S] that this rank owns. Of none it begins at 0: row 1 of no elements would be at 1."""
+        """flat [P] -> the view [S] that this rank owns."""
         begin = self.group.rank * self.shard_numel
-        return flat[begin : begin + self.shard_numel]
+        return flat[begin : begin + self.shard_numel]  # row r of a view of no elements begins at r
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Work:
         """Start to reduce x [P] of every rank -> out [S], this rank's chunk."""
