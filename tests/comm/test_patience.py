@@ -107,7 +107,7 @@ def test_a_device_is_polled_until_it_is_done() -> None:
 def test_after_ranks_have_parted_nothing_begins_and_nothing_is_awaited() -> None:
     patience = Patience()
     patience.begin()
-    patience.lost = RuntimeError("the ranks have parted")
+    patience.part(RuntimeError("the ranks have parted"))
     with pytest.raises(RuntimeError, match="have parted"):
         patience.begin()
     with pytest.raises(RuntimeError, match="have parted"):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import NEAR
 
 from refimpl.comm.group import Group
+from refimpl.comm.patience import Patience
 from refimpl.launch import RankError, World, run
 from refimpl.ranks.lost import RankLost
 from refimpl.ranks.register import Register
@@ -80,7 +81,7 @@ def test_who_has_come_and_gone_on_is_not_missed() -> None:
     """Rank 1 said its word after it was looked for, and stands at the next model when it is looked for there."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("0 has come to", '{"what": "reduction of 0"}')
-    there = SimpleNamespace(all=store, rank=0, ranks=[4, 6], patience=SimpleNamespace())
+    there = SimpleNamespace(all=store, rank=0, ranks=[4, 6], patience=Patience())
     there._elsewhere = lambda _: {1: "backward of 2"}
     RollCall._refuse_elsewhere(there, [1], list)  # type: ignore[arg-type]
     with pytest.raises(RankDivergence, match="rank 4: reduction of 0; rank 6: backward of 2"):
