@@ -72,9 +72,8 @@ def kind_of(value: Any) -> str | None:
         return None if not plain else "$number" if isinstance(value, np.generic) else "$array"
     if isinstance(value, Enum):
         return "$enum" if value.name in type(value).__members__ else None  # flags put together have no name
-    if is_plain(type(value)):
-        return "$object"
-    return next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
+    named = next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
+    return named or ("$object" if is_plain(type(value)) else None)
 
 
 def is_plain(kind: type) -> bool:

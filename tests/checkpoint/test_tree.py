@@ -110,7 +110,9 @@ class Model:
 
 def test_enums_come_back_by_their_class_and_name() -> None:
     """Megatron's arguments hold some."""
-    back = there_and_back(Namespace(kind=Model.Kind.ENCODER, how=[inspect.Parameter.VAR_KEYWORD]))
+    value = Namespace(kind=Model.Kind.ENCODER, how=[inspect.Parameter.VAR_KEYWORD])
+    assert list(encode(value, "x", {})) == ["$namespace"], "and no class by its name"
+    back = there_and_back(value)
     assert (type(back.kind), back.kind) == (Model.Kind, Model.Kind.ENCODER)
     assert back.how[0] is inspect.Parameter.VAR_KEYWORD
     with pytest.raises(CheckpointError, match=r"x\.which: holds .*Model\.Layers"):

@@ -32,25 +32,26 @@ class OpBuilder:
 
 
 OPS = "refimpl.deepspeed.ops."
-ALL_OPS: dict[str, type[OpBuilder]] = {}
-for builder, name, module in (
-    ("AsyncIOBuilder", "async_io", "refimpl.offload"),
-    ("CPUAdagradBuilder", "cpu_adagrad", OPS + "adagrad"),
-    ("CPUAdamBuilder", "cpu_adam", OPS + "adam"),
-    ("CPULionBuilder", "cpu_lion", OPS + "lion"),
-    ("FusedAdamBuilder", "fused_adam", OPS + "adam"),
-    ("FusedLambBuilder", "fused_lamb", OPS + "lamb"),
-    ("FusedLionBuilder", "fused_lion", OPS + "lion"),
-    ("SparseAttnBuilder", "sparse_attn", OPS + "sparse_attention"),
-    ("EvoformerAttnBuilder", "evoformer_attn", ""),
-    ("FPQuantizerBuilder", "fp_quantizer", ""),
-    ("GDSBuilder", "gds", ""),
-    ("InferenceBuilder", "transformer_inference", ""),
-    ("QuantizerBuilder", "quantizer", ""),
-    ("RandomLTDBuilder", "random_ltd", ""),
-    ("StochasticTransformerBuilder", "stochastic_transformer", ""),
-    ("TransformerBuilder", "transformer", ""),
-    ("UtilsBuilder", "utils", ""),
-):
-    ALL_OPS[name] = type(builder, (OpBuilder,), {"NAME": name, "here": module, "__doc__": f"Of {name}."})
-globals().update({builder.__name__: builder for builder in ALL_OPS.values()})
+ALL_OPS: dict[str, type[OpBuilder]] = {
+    name: type(builder, (OpBuilder,), {"NAME": name, "here": module, "__doc__": f"Of {name}."})
+    for builder, name, module in (
+        ("AsyncIOBuilder", "async_io", "refimpl.offload"),
+        ("CPUAdagradBuilder", "cpu_adagrad", OPS + "adagrad"),
+        ("CPUAdamBuilder", "cpu_adam", OPS + "adam"),
+        ("CPULionBuilder", "cpu_lion", OPS + "lion"),
+        ("FusedAdamBuilder", "fused_adam", OPS + "adam"),
+        ("FusedLambBuilder", "fused_lamb", OPS + "lamb"),
+        ("FusedLionBuilder", "fused_lion", OPS + "lion"),
+        ("SparseAttnBuilder", "sparse_attn", OPS + "sparse_attention"),
+        ("EvoformerAttnBuilder", "evoformer_attn", ""),
+        ("FPQuantizerBuilder", "fp_quantizer", ""),
+        ("GDSBuilder", "gds", ""),
+        ("InferenceBuilder", "transformer_inference", ""),
+        ("QuantizerBuilder", "quantizer", ""),
+        ("RandomLTDBuilder", "random_ltd", ""),
+        ("StochasticTransformerBuilder", "stochastic_transformer", ""),
+        ("TransformerBuilder", "transformer", ""),
+        ("UtilsBuilder", "utils", ""),
+    )
+}
+globals().update({op.__name__: op for op in ALL_OPS.values()})
