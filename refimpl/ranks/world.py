@@ -119,7 +119,7 @@ class World:
                 self.kill()
 
     def stop(self) -> None:
-        """Let idle ranks leave, within 5 s in all; kill the others. One that parted from the rest may never leave."""
+        """Let idle ranks leave, within 5 s in all; kill the others. One that waits inside a library may never leave."""
         if self.idle and os.getpid() == self.owner:
             for pipe in self.pipes:
                 with suppress(ConnectionError):
