@@ -19,6 +19,7 @@ from refimpl.ranks.server import PRELOAD
 
 if torch.cuda.is_available():
     os.environ.setdefault("REFIMPL_DEVICE", "cpu")  # of an engine that is alone in this process; ranks set their own
+gc.disable()  # until all is collected: imports leave next to no garbage
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
 PRELOAD += ["pytest", "refimpl.deepspeed", "refimpl.grading.noted"]  # what most ranks here would import, each by itself
 
@@ -110,6 +111,7 @@ def pytest_collection_finish() -> None:
     """What was imported and collected is nobody's garbage: else each `gc.collect()` of a test looks at all of it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:  # before 8.4 it has no such name

@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,12 @@ class Chapter:
     def tasks(self) -> list[str]:
         """Names of what is to be written, in the order of the solution."""
         source = self.solution.read_text()
-        return [d.name for d in definitions(ast.parse(source)) if bodies(d, source)]
+        return [d.name for d in definitions(parsed(source)) if bodies(d, source)]
 
     @cached_property
     def hints(self) -> dict[str, list[str]]:
         """The solution's HINTS: task -> hints, the vaguest first."""
-        for node in ast.parse(self.solution.read_text()).body:
+        for node in parsed(self.solution.read_text()).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "HINTS":
                 hints: dict[str, list[str]] = ast.literal_eval(node.value)
                 return hints
@@ -83,6 +83,12 @@ def find_chapter(name: str, root: Path | None = None) -> Chapter:
     raise ValueError(f"no chapter {name!r}: there are {', '.join(c.name for c in known)}")
 
 
+@lru_cache(maxsize=8)
+def parsed(source: str) -> ast.Module:
+    """Only to be read: one grading looks at an answer's tree four times. SyntaxError and ValueError as `ast.parse`."""
+    return ast.parse(source)
+
+
 def definitions(tree: ast.Module) -> list[Def]:
     """The public functions and classes of a module."""
     return [n for n in tree.body if isinstance(n, Def) and not n.name.startswith("_")]
@@ -111,7 +117,7 @@ def unwritten(path: Path, task: str) -> list[str]:
     """What of a task is still a stub in the file: ["NAME"], or ["NAME.method", ...]; [] also if it does not parse."""
     try:
         source = path.read_text()
-        tree = ast.parse(source)
+        tree = parsed(source)
     except (SyntaxError, ValueError, OSError):
         return []
     for definition in definitions(tree):

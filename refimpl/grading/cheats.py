@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from refimpl.grading.chapters import parsed
+
 # Of refimpl, what an answer is handed or may look at itself with, and where its prints go (ranks.rank); all else is,
 # or holds, somebody's answer.
 OPEN = (
@@ -26,7 +28,7 @@ GRADERS = {"everyone", "oracle", "fresh", "control", "handle", "transport"}  # o
 def cheat(path: Path, task: str) -> str:
     """What `task` in this file does instead of the exercise, in a sentence; "" if nothing is seen."""
     try:
-        tree = ast.parse(path.read_text())
+        tree = parsed(path.read_text())
     except (SyntaxError, ValueError, OSError):
         return ""
     names = _imports(tree)

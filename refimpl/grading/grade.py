@@ -1,6 +1,5 @@
 """In the caller: run a grader's check on each number of ranks, and make one short text of whatever happened."""
 
-import ast
 import re
 import time
 from collections import defaultdict, deque
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from refimpl import launch
-from refimpl.grading.chapters import unwritten
+from refimpl.grading.chapters import parsed, unwritten
 from refimpl.grading.cheats import cheat
 from refimpl.grading.compare import Todo, Wrong, WrongFile
 from refimpl.grading.rank import ALIVE, NO_MEMORY, Check, grade_here, not_python
@@ -123,7 +122,7 @@ def start(ranks: int) -> launch.World:
 def unreadable(path: Path, task: str) -> Verdict | None:
     """The verdict on a file that is not Python, for which no rank need start."""
     try:
-        ast.parse(path.read_text(), filename=str(path))
+        parsed(path.read_text())
     except SyntaxError as error:
         wrong = not_python(error, path)
         return Verdict(task, "fail", "\n".join([wrong.headline, *wrong.details]), whole_file=True)

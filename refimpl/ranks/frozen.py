@@ -10,4 +10,5 @@ import signal
 
 gc.collect()
 gc.freeze()
+gc.enable()  # off since `loading`
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)

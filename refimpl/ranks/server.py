@@ -20,7 +20,7 @@ from refimpl.ranks.errors import RankError
 
 # Every optimizer imports torch._dynamo. What trains is here too: 0.15 s of CPU time in every rank, if it imported that.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "refimpl.launch", "refimpl.zero.zero3", "refimpl.model.gpt"]
-FROZEN = "refimpl.ranks.frozen"  # after all others
+LOADING, FROZEN = "refimpl.ranks.loading", "refimpl.ranks.frozen"  # before and after all others
 ENDED = (
     "the server that ranks are forked from has ended: killed, by hand or where memory ran out. No rank has failed; the "
     "next run starts another server"
@@ -36,7 +36,7 @@ def start_server(*also: str) -> None:
     `also`: modules that every rank would import. RuntimeError where its socket can have no name.
     """
     PRELOAD.extend(also)
-    multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, FROZEN])
+    multiprocessing.forkserver.set_forkserver_preload([LOADING, *PRELOAD, FROZEN])
     _take_folder()
     try:
         with _our_path():
