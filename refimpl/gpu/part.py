@@ -1,9 +1,11 @@
-"""One part of the check in a process of its own: `python -m refimpl.gpu.part NAME DEVICE SECONDS FILE`.
+"""One part of the check in a process of its own: `python -m refimpl.gpu.part NAME DEVICE SECONDS MOST FILE`.
 
 A part is a module with `run(device, seconds)`, a generator of findings. Each finding is written as soon as it is there,
-so that a part which crashes or runs out of time leaves what it found before.
+so that a part which crashes or runs out of time leaves what it found before. A crash, and the end of its time after
+MOST seconds, leave in its output where each thread stands.
 """
 
+import faulthandler
 import importlib
 import json
 import sys
@@ -29,7 +31,12 @@ class Part(Protocol):
         """What this part finds, within about `seconds`."""
 
 
-def main(name: str, device: str, seconds: str, file: str) -> None:
+WORDS = 2.0  # seconds before its end that a part says where it stands
+
+
+def main(name: str, device: str, seconds: str, most: str, file: str) -> None:
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(float(most) - WORDS, 0.001))
     part: Part = importlib.import_module(f"refimpl.gpu.{name}")
     with Path(file).open("w") as out:
         for finding in part.run(torch.device(device), float(seconds)):
