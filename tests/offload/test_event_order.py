@@ -93,12 +93,12 @@ def followed(masters: str, group: Group, recorder: Recorder, watch: Watch) -> No
     before = len(recorder.log)
     follow(weights, master)
     launched = [e for e in recorder.log[before:] if isinstance(e, Kernel) and e.stream == COMPUTE and e.name != "free"]
-    assert (watch.syncs, len(launched)) == ((1, 1) if masters == "cpu" else (0, 5))
+    assert (watch.syncs, len(launched)) == ((1, 1) if masters == "cpu" else (0, 3))
 
 
 @pytest.mark.parametrize("masters", ["cpu", paper.DEVICE])
 def test_masters_follow_many_weights_at_a_time(masters: str, on_paper: launch.World) -> None:
-    """Else each 128 KB would be a wait of the host, or five launches: of a shard of 100 million, thousands a step."""
+    """Else each 128 KB would be a wait of the host, or three launches: of a shard of 100 million, thousands a step."""
     on_paper.call(paper.seen, partial(followed, masters))
 
 
