@@ -73,11 +73,30 @@ CASES = [
 def test_a_home_at_the_host_races_with_nothing(
     stage: str, micro_batches: int, homes: tuple[str, ...], on_paper: launch.World
 ) -> None:
-    """Each wait is needed. What is added to gradients at the host is waited for, so nothing is left to arrive."""
+    """Each wait is needed. What is added to gradients at the host is waited for, so nothing is left to arrive.
+
+    A gather is behind the copy that brings its shard, which has waited for the same already.
+    """
     seen = trained(on_paper, stage, micro_batches, **dict.fromkeys(homes, Host()))
     assert seen.races == []
     needless = {"host: arrived"} if micro_batches > 1 else set()
+    needless |= {"inputs: gather"} if "parameter_home" in homes else set()
     assert seen.needless <= KNOWN | needless | {"host: write"}  # see `test_a_shelf_is_written_behind_its_reads`
+
+
+def brought(group: Group, recorder: Recorder, watch: Watch) -> None:
+    model, zero = made("zero3", group, optimizer_home=Host(), parameter_home=Host())
+    recorder.log.clear()
+    zero.backward(model(batch(0)))
+    at_host = {watch._block_of(kept.untyped_storage()) for u in zero.units for kept in u.shelf.tensors()}  # type: ignore[attr-defined]
+    streams = {entry.stream for entry in recorder.log if isinstance(entry, Kernel) and entry.reads & at_host}
+    assert streams
+    assert COMPUTE not in streams
+
+
+def test_shards_come_from_the_host_beside_what_computes(on_paper: launch.World) -> None:
+    """On the stream that gathers them: on the computing one the layer before would wait for the link."""
+    on_paper.call(paper.seen, brought)
 
 
 def test_the_host_waits_once_a_part_and_once_a_step(on_paper: launch.World) -> None:
