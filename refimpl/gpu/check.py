@@ -52,10 +52,11 @@ def run_part(name: str, device: str, seconds: float, out: Path, most: float | No
     findings.write_text("")
     # NVIDIA's containers ask for TF32; then fp32 is not near a CPU's.
     settled = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "PYTHONUNBUFFERED": "1"}
+    settled["PYTHONFAULTHANDLER"] = "1"  # a crash says where
     compiled = str((out / "compiled").absolute())  # torch imports no optimizer where it cannot make its folder
     settled |= {"TRITON_CACHE_DIR": compiled, "TORCHINDUCTOR_CACHE_DIR": compiled}
-    command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(most), str(findings)]
     begun = time.monotonic()
+    command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(begun + most), str(findings)]
     with log.open("w") as output:
         process = None
         try:
