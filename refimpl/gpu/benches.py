@@ -22,7 +22,7 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     with launch.World(ranks, device=device.type) as world:
         for stage in zero.STAGES:
             # Beside torch's own: whether an installed DeepSpeed runs with this torch is not what is asked.
-            laps = world.call(zero.heat, stage, workload, False, timeout=seconds)
+            laps = world.call(zero.heat, stage, workload, False, timeout=seconds / 2)
             try:
                 zero.check_same_work(laps)
             except ValueError as error:  # the times of the others are worth having
@@ -33,6 +33,6 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
             yield Finding(f"stage {stage}, ms a step on {ranks} rank(s)", ms)
         for collective in comm.COLLECTIVES:
             size = 10_000 if small else 100_000_000
-            times = slowest(world.call(comm.heat, collective, size, turns, timeout=seconds))
+            times = slowest(world.call(comm.heat, collective, size, turns, timeout=seconds / 2))
             found = {way: median(calls) for way, calls in times.items()}
             yield Finding(f"{collective}, {size:,} bytes, ms on {ranks} rank(s)", found)

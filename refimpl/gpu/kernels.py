@@ -1,4 +1,8 @@
-"""`refimpl bench kernels` on a GPU, without torch.compile, which takes minutes: each kernel beside eager torch."""
+"""`refimpl bench kernels` on a GPU, without torch.compile, which takes minutes: each kernel beside eager torch.
+
+A result of ours may be off from eager's by what both may be off from the truth. So kernels are compared also where
+pytest, which the tests against float64 need, is not installed.
+"""
 
 import time
 from collections.abc import Iterator
@@ -30,6 +34,8 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
             if row.ms is not None:
                 rate = {"TFLOP/s": row.tflop_s} if row.tflop_s else {"TB/s": row.tb_s}
                 found = {"ms": row.ms, **rate, "of the limit": row.of_limit, "of eager's time": row.beside_eager}
-                yield Finding(f"{case.name}, {row.step}, {row.way}", {**found, "off": row.off})
+                found["off"] = row.off
+                agrees = None if row.way != "ours" or row.off is None else row.off <= 2 * case.bound
+                yield Finding(f"{case.name}, {row.step}, {row.way}", found, agrees)
     if left:
         yield Finding("no time was left for", [case.name for case in left])

@@ -1,12 +1,15 @@
-"""One part of the check in a process of its own: `python -m refimpl.gpu.part NAME DEVICE SECONDS FILE`.
+"""One part of the check in a process of its own: `python -m refimpl.gpu.part NAME DEVICE SECONDS UNTIL FILE`.
 
 A part is a module with `run(device, seconds)`, a generator of findings. Each finding is written as soon as it is there,
-so that a part which crashes or runs out of time leaves what it found before.
+so that a part which crashes or runs out of time leaves what it found before. It is killed at the instant UNTIL of this
+machine's monotonic clock: just before, it says where each thread stands.
 """
 
+import faulthandler
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +32,11 @@ class Part(Protocol):
         """What this part finds, within about `seconds`."""
 
 
-def main(name: str, device: str, seconds: str, file: str) -> None:
+WORDS = 2.0  # seconds before its end that a part says where it stands
+
+
+def main(name: str, device: str, seconds: str, until: str, file: str) -> None:
+    faulthandler.dump_traceback_later(max(float(until) - WORDS - time.monotonic(), 0.001))
     part: Part = importlib.import_module(f"refimpl.gpu.{name}")
     with Path(file).open("w") as out:
         for finding in part.run(torch.device(device), float(seconds)):

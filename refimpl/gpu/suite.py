@@ -36,7 +36,7 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     if not importlib.util.find_spec("pytest"):
         again = f"make gpu-check PYTHON={sys.executable} ARGS='--part suite'"
         remedy = f"{sys.executable} -m pip install pytest, then {again}"
-        yield Finding("tests marked gpu", f"none ran, since pytest is not installed: {remedy}", False)
+        yield Finding("tests marked gpu", f"none ran, since pytest is not installed: {remedy}")
         return
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in file.read_text()]
     # Verbose, against the -q of our settings; a newer library's warning is not what is asked.

@@ -27,7 +27,7 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         with launch.World(torch.cuda.device_count(), device="cuda") as world:  # one: NCCL takes seconds to begin
             for stage in STAGES:
-                yield Finding(f"{stage}, NCCL", world.call(of_world, stage, workload, timeout=seconds)[0])
+                yield Finding(f"{stage}, NCCL", world.call(of_world, stage, workload, timeout=seconds / 2)[0])
         return
     for stage in STAGES:
         streams = streams_of(device)

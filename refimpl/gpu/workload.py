@@ -30,7 +30,7 @@ class Workload:
 
     width: int = 256
     layers: int = 4
-    steps: int = 20
+    steps: int = 12  # two processes on one GPU take turns of milliseconds: a step takes a tenth of a second
     dtype: torch.dtype = torch.float32
     overlap: bool = True
     in_shards: bool = False

@@ -115,7 +115,7 @@ class HostShelf(Shelf):
         return HostShelf(self.host, flat)
 
     def begin(self) -> None:
-        """Nothing: the copy takes its turn in the device's queue."""
+        """Nothing: the copy takes its turn in the queue of the stream that gathers."""
 
     def read(self, out: Tensor) -> Tensor:
         return out.copy_(self.kept, non_blocking=True)

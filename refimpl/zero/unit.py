@@ -158,10 +158,13 @@ class Unit(Bucket):
             self.among.add(self)
 
     def _bring(self, way: Way) -> None:
-        try:
-            mine = self.mine if self.shelf is None else self.shelf.read(self.shard(self.full))
-        except OffloadError as error:
-            raise self.fails(error) from error
+        mine = self.mine
+        if self.shelf is not None:
+            try:
+                with way.ahead():  # beside what computes: on its stream the next kernels would wait for the link
+                    mine = self.shelf.read(self.shard(self.full))
+            except OffloadError as error:
+                raise self.fails(error) from error
         self._work, self._is_exact = way.gather(self.full, mine), way.is_exact
         self.is_placeholder = False
 

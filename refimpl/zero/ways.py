@@ -15,6 +15,7 @@ deepspeed/runtime/zero/partition_parameters.py, `CUDAQuantizer`.
 """
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -33,6 +34,10 @@ class Way(ABC):
     def gather(self, full: Tensor, mine: Tensor) -> Work:
         """Begin: mine [S] on every rank -> full [N * S], in rank order."""
 
+    def ahead(self) -> AbstractContextManager[None]:
+        """For kernels that make `mine`, before `gather`: where that goes, if it sends `mine` as it is."""
+        return nullcontext()
+
     def stale(self) -> None:  # noqa: B027
         """What the ranks own has changed."""
 
@@ -49,6 +54,10 @@ class Flat(Way):
 
     def gather(self, full: Tensor, mine: Tensor) -> Work:
         return self.group.all_gather(full, mine, async_op=True, tag=self.tag)
+
+    def ahead(self) -> AbstractContextManager[None]:
+        lane = self.group.route.direct.lane
+        return nullcontext() if lane is None else lane.following()
 
 
 class TwoLevel(Way):
