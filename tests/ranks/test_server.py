@@ -1,5 +1,6 @@
 """The server that ranks are forked from: where it cannot be reached, and what a fork of it has from it."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from refimpl.ranks.errors import RankError
 from refimpl.ranks.rank import Rank
@@ -91,3 +93,13 @@ def test_a_server_that_ends_before_it_has_forked_a_rank_is_named(monkeypatch: py
     monkeypatch.setattr(Rank, "start", mock.Mock(side_effect=EOFError))
     with pytest.raises(RankError, match="server that ranks are forked from has ended"):
         World(2)
+
+
+def garbage() -> tuple[bool, bool]:
+    """In a rank: whether it looks for garbage, and whether among the functions of torch, too."""
+    return gc.isenabled(), any(found is torch.ones_like for found in gc.get_objects()) or gc.get_freeze_count() == 0
+
+
+def test_a_rank_looks_for_garbage_but_not_in_what_the_server_has_loaded() -> None:
+    with World(1, device="cpu") as world:
+        assert world.call(garbage) == [(True, False)]
