@@ -236,15 +236,18 @@ def _switches(section: Mapping[str, Any]) -> bool:
 
 
 def _nearest(name: str, prefix: str, keys: Table) -> str:
-    """What to do: write the key of this section that is spelt almost so, else one of another section, else none."""
+    """What to do: write the key of this section that is spelt almost so, else one of another section, else none.
+
+    A key that is right elsewhere stands in the wrong section, whatever this one has that looks like it.
+    """
     here = [path.removeprefix(prefix) for path in keys if path.startswith(prefix)]
     own = [key for key in here if "." not in key and ":" not in key]
+    elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys if not path.endswith(".enabled")}  # whose switch?
     near = difflib.get_close_matches(name, own, n=1, cutoff=0.65)  # pipe is pipeline, and mesh is not timers
-    if near:
+    if near and name not in elsewhere:
         return f"; did you mean {near[0]}?"
     if f"{prefix}params" in FREE:
         return f"; the arguments of its class stand in {prefix}params"
-    elsewhere = {path.rsplit(".", 1)[-1]: path for path in keys if not path.endswith(".enabled")}  # whose switch?
     near = difflib.get_close_matches(name, list(elsewhere), n=1, cutoff=0.8)
     if not near:
         return "; DeepSpeed has none of this name: take it out"

@@ -52,6 +52,30 @@ class ModuleState(TrainingState):
         else:
             self.module.load_state_dict(given, strict=strict)
 
+    def _create_checkpoint_file(self, save_dir: str | Path, tag: str, zero_checkpoint: bool) -> bool:
+        """Make the folder of a tag, for `_save_checkpoint`. Any rank may call it. Returns True."""
+        (Path(save_dir) / tag).mkdir(parents=True, exist_ok=True)
+        return True
+
+    def _save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str,
+        client_state: Mapping[str, Any] | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        """This rank's model as {"module": weights} with `client_state` in DeepSpeed's mp_rank_XX_model_states.pt.
+
+        What SwissArmyTransformer saves by, on the first data-parallel rank alone: no collective, no optimizer; its own
+        reader takes it, not `load_checkpoint`. RuntimeError where no rank has the weights: stage 3 and pipelines.
+        """
+        if self.config.zero_optimization.stage == 3 or self.axes.pipeline.size > 1:
+            raise RuntimeError("_save_checkpoint: no rank has the weights here; call save_checkpoint on every rank")
+        state = {"module": self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)}
+        counted = {"global_steps": self.global_steps, "global_samples": self.global_samples}
+        name = f"mp_rank_{self.axes.tensor.rank:02d}_model_states.pt"
+        weights.write(Path(save_dir) / tag / name, state | counted | dict(client_state or {}))
+
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:

@@ -93,16 +93,20 @@ class StateDicts:
         """The whole model is."""
         self.is_told = False
 
-    def before_load(self, module: nn.Module, *_: Any) -> None:
-        """Gather them, unless a block that is open has them: who calls `_load_from_state_dict` himself ends none."""
-        gathered = whole(module.parameters(recurse=False))
+    def before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Gather them, unless a block that is open has those that `state` names.
+
+        Who calls `_load_from_state_dict` himself ends none; transformers does on rank 0, a merged weight at a time.
+        """
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        named = whole(p for name, p in own if prefix + name in state).units
         if any(module not in set(begun.modules()) for begun in self._loading):
             raise RuntimeError(
                 "_load_from_state_dict of a sharded module, called by hand, begins what load_state_dict ends: "
                 "call that on every rank, or put this inside `with GatheredParameters(parameters, modifier_rank=0):`"
             )
-        if not all(unit.held for unit in gathered.units):
-            self._loading[module] = gathered
+        if not (named and all(unit.held for unit in named)):
+            self._loading[module] = gathered = whole(module.parameters(recurse=False))
             gathered.__enter__()
 
     @torch.no_grad()
@@ -110,7 +114,8 @@ class StateDicts:
         """Every rank has loaded the same: each keeps its shard."""
         gathered = self._loading.pop(module, None)
         for unit in whole(module.parameters(recurse=False)).units:
-            unit.keep()
+            if not unit.is_free:
+                unit.keep()
         if gathered is not None:
             gathered.__exit__()
 

@@ -295,6 +295,8 @@ def test_a_misspelt_key_at_the_top() -> None:
         load({"train_batch_size": 8, "gradient_cliping": 1.0})
     with pytest.raises(ConfigError, match=r"did you mean zero_optimization.overlap_comm\?"):
         load({"train_batch_size": 8, "overlap_com": True})
+    with pytest.raises(ConfigError, match=r"did you mean zero_optimization.offload_optimizer\?"):  # not optimizer
+        load({"train_batch_size": 8, "offload_optimizer": {"device": "cpu"}})
     for far in ("qwertyuiop", "mesh"):  # the second shares three letters with timers
         with pytest.raises(ConfigError, match=rf"^{far}: unknown key; DeepSpeed has none of this name: take it out$"):
             load({"train_batch_size": 8, far: True})

@@ -1,5 +1,6 @@
 """What scripts and libraries ask of an engine under DeepSpeed's names, and its weights going out and coming in."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from test_engine import STAGES, Net, batch, close, config, oracle
 from torch import Tensor, nn
 
 import refimpl
+from refimpl.launch import RankError
 
 
 class Speaker(Net):
@@ -156,6 +158,31 @@ def weights_travel(stage: int, extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_go_out_and_come_in_whole(stage: int, extra: dict[str, Any]) -> None:
     worlds.run(weights_travel, stage, extra, ranks=2)
+
+
+def saved_by_the_first(stage: int, folder: str) -> dict[str, Any] | None:
+    """As SwissArmyTransformer saves: rank 0 alone, by two methods of DeepSpeed's engine. What the file holds."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
+    if engine.group.rank > 0:
+        return None
+    assert engine._create_checkpoint_file(folder, "7", False)
+    engine._save_checkpoint(folder, "7", client_state={"iteration": 7})
+    found: dict[str, Any] = torch.load(f"{folder}/7/mp_rank_00_model_states.pt")
+    assert all(w.equal(found["module"][name]) for name, w in engine.module_state_dict().items())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_rank_saves_its_model_alone(stage: int, tmp_path: Path) -> None:
+    found = worlds.run(saved_by_the_first, stage, str(tmp_path), ranks=2)[0]
+    assert found is not None
+    assert found["iteration"] == 7
+    assert found["module"].keys() == Net().state_dict().keys()
+
+
+def test_no_rank_has_a_model_in_shards(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="no rank has the weights here; call save_checkpoint on every rank"):
+        worlds.run(saved_by_the_first, 3, str(tmp_path), ranks=2)
 
 
 def again(stage: int) -> tuple[dict[str, Tensor] | None, int]:

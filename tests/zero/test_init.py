@@ -380,10 +380,11 @@ def test_what_is_held_is_neither_gathered_nor_freed(ranks: int) -> None:
             assert all(map(torch.equal, found, usual))
 
 
-def loaded_by_hand(of_a_stage: bool, on_all: bool) -> bool:
+def loaded_by_hand(of_a_stage: bool, on_all: bool, singly: bool = False) -> bool:
     """Module by module, as transformers and Lightning load a file: on rank 0 alone, or `load_state_dict` on every rank.
 
-    `Module._load_from_state_dict` begins what `load_state_dict` would end.
+    `Module._load_from_state_dict` begins what `load_state_dict` would end. `singly`: a parameter at a time, the others
+    of its module in shards, as transformers 5 loads the experts that it merges.
     """
     torch.manual_seed(1)
     source = Net().state_dict()
@@ -393,14 +394,21 @@ def loaded_by_hand(of_a_stage: bool, on_all: bool) -> bool:
     group = Zero3(model, adamw(model), Group.world()).group if of_a_stage else Group.world()
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
-        own = {name: source[prefix + name] for name, _ in module.named_parameters(recurse=False)}
-        with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
-            if on_all:
-                module.load_state_dict(own, strict=False)
-            elif group.rank == 0:
-                module._load_from_state_dict(source, prefix, {}, True, [], [], [])
+        own = dict(module.named_parameters(recurse=False))
+        for names in [[name] for name in own] if singly else [list(own)]:
+            with GatheredParameters([own[name] for name in names], modifier_rank=0):
+                if on_all:
+                    module.load_state_dict({name: source[prefix + name] for name in names}, strict=False)
+                elif group.rank == 0:
+                    given = {prefix + name: source[prefix + name] for name in names}
+                    module._load_from_state_dict(given, prefix, {}, True, [], [], [])
     assert all(isinstance(p, Freed) for p in model.parameters())
     return differing(model.state_dict(), source) == []
+
+
+@pytest.mark.parametrize("on_all", [False, True])
+def test_loading_a_parameter_at_a_time(on_all: bool) -> None:
+    assert all(run(loaded_by_hand, False, on_all, True, ranks=2))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
