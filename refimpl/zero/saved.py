@@ -105,8 +105,9 @@ class StateDicts:
                 "_load_from_state_dict of a sharded module, called by hand, begins what load_state_dict ends: "
                 "call that on every rank, or put this inside `with GatheredParameters(parameters, modifier_rank=0):`"
             )
-        if not (named and all(unit.held for unit in named)):
-            self._loading[module] = gathered = whole(module.parameters(recurse=False))
+        gathered = whole(module.parameters(recurse=False))
+        if not all(unit.held for unit in named or gathered.units):
+            self._loading[module] = gathered
             gathered.__enter__()
 
     @torch.no_grad()
