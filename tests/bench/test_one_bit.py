@@ -9,7 +9,7 @@ import worlds
 from refimpl.bench.one_bit import BESIDE, measure, table, train
 from refimpl.model.gpt import GPTConfig
 
-BAND = 1.06  # times the loss of what it compresses
+BAND = 1.04  # times the loss of what it compresses
 
 
 def test_rows_of_what_was_asked_for_and_of_its_peer() -> None:
@@ -25,11 +25,11 @@ def learned() -> dict[str, float]:
     """Runs on every rank: the loss that each optimizer comes to on the demo's text."""
     model = GPTConfig(vocab=256, context=32, width=48, layers=1, heads=2)
     with warnings.catch_warnings():
-        return {name: train(name, model, steps=240, batch=4)[0] for name in BESIDE}
+        return {name: train(name, model, steps=400, batch=4)[0] for name in BESIDE}
 
 
-def test_240_steps_end_within_a_stated_band_of_what_is_compressed() -> None:
-    """192 of them compressed; docs/benchmarks.md gives the figures of a larger model and 400."""
+def test_400_steps_end_within_a_stated_band_of_what_is_compressed() -> None:
+    """320 of them compressed; docs/benchmarks.md gives a larger model's figures."""
     losses = worlds.run(learned)[0]
     for name, peer in BESIDE.items():
         assert losses[name] < BAND * losses[peer], losses

@@ -159,10 +159,8 @@ def check(tmp_path: Path, stage: int, ranks: int, fault: str, disk: Path | None,
     assert [losses for _, losses in found] == worlds.run(gone_on, tmp_path / "spare", config, ranks=ranks)
 
 
-EACH = [(*layout, fault) for layout in ((1, 2), (3, 3)) for fault in ("weights", "state", "buffers", "cut short")]
-
-
-@pytest.mark.parametrize(("stage", "ranks", "fault"), [*EACH, (1, 3, "state"), (3, 2, "weights")])
+@pytest.mark.parametrize("fault", ["weights", "state", "buffers", "cut short"])
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (1, 3), (3, 2), (3, 3)])
 def test_one_rank_that_cannot_read_is_an_error_on_all(stage: int, ranks: int, fault: str, tmp_path: Path) -> None:
     check(tmp_path, stage, ranks, fault, None, saving=2)
 
