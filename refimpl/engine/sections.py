@@ -19,6 +19,7 @@ from refimpl.engine.values import (
     Number,
     Positive,
     Section,
+    StepOrNone,
     as_number,
     false_is_none,
     of_16_bits,
@@ -348,7 +349,7 @@ class FlopsProfiler(Section):
     """Rank 0 counts the FLOPs of one forward pass by module, and prints them."""
 
     enabled: bool = Field(default=False, description="print a table of FLOPs once, in the step that profile_step names")
-    profile_step: Count = Field(default=1, description="the number of updates behind which it is printed")
+    profile_step: StepOrNone = Field(default=1, description="updates behind which it is printed; -1 is none")
     module_depth: int = Field(default=-1, description="down to which depth modules are shown; -1 is all")
     top_modules: Positive = Field(default=1, description="without `detailed`, how many of each depth: the largest")
     detailed: bool = Field(default=True, description="show every module")

@@ -96,6 +96,7 @@ def whole_number(size: Any, otherwise: int = 1) -> int:
 
 Names = Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)]
 Count = Annotated[int, BeforeValidator(as_number), Field(ge=0, le=sys.maxsize)]
+StepOrNone = Annotated[int, BeforeValidator(as_number), Field(ge=-1, le=sys.maxsize)]  # -1: at no step
 Positive = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=sys.maxsize)]
 Number = Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(as_number), Field(gt=0, le=1)]

@@ -86,7 +86,8 @@ def torchrun(asked: argparse.Namespace) -> tuple[list[str], list[int] | None]:
         command += ["--node-rank", str(asked.node_rank), "--master-addr", asked.master_addr]
     if asked.enable_each_rank_log != "None":
         command += ["--log-dir", asked.enable_each_rank_log, "--redirects", "3"]
-    command += ["-m", "refimpl.as_deepspeed", *(["-m"] if asked.module else []), asked.user_script]
+    command += ["-m", "--"]  # behind it Python 3.11 takes no `--logs` of the script's for torchrun's `--logs-specs`
+    command += ["refimpl.as_deepspeed", *(["-m"] if asked.module else []), asked.user_script]
     place = [] if asked.no_local_rank else ["--local_rank=${local_rank}"]  # torchrun puts the number in
     return [*command, *place, *asked.user_args], gpus
 

@@ -50,7 +50,7 @@ def test_a_script_runs_unchanged_on_so_many_ranks(tmp_path: Path) -> None:
 
 def test_a_module_and_no_local_rank() -> None:
     arguments, _ = torchrun(parser().parse_args(["--module", "--no_local_rank", "pkg.train", "-x"]))
-    assert arguments[-5:] == ["-m", "refimpl.as_deepspeed", "-m", "pkg.train", "-x"]
+    assert arguments[-6:] == ["-m", "--", "refimpl.as_deepspeed", "-m", "pkg.train", "-x"]
 
 
 def test_the_scripts_own_arguments_stay_its_own() -> None:

@@ -98,7 +98,7 @@ def trained(stage: int, profiler: dict[str, Any], file: str) -> dict[str, Tensor
         engine.backward(engine(torch.full((B, T, D), 0.1 * i)).square().mean())
         engine.step()
         if engine.axes.world.rank == 0:
-            assert Path(file).exists() == (profiler["enabled"] and i > 1)
+            assert Path(file).exists() == (profiler["enabled"] and i >= 2 * profiler.get("profile_step", 1) >= 0)
             assert (engine.flops_profiler is not None) == Path(file).exists()
     return {name: engine.stage.full_parameter(name) for name, _ in engine.module.named_parameters()}
 
@@ -110,6 +110,10 @@ def test_an_engine_counts_one_forward_pass_and_trains_as_without(stage: int, tmp
     text = (tmp_path / "flopsTrue.txt").read_text()
     assert text.startswith("FLOPs at step 1, one forward pass\n")
     assert re.search(rf"\nModel +Model +{PARAMETERS} +{PROJECTIONS + SCORES + HEAD:,} +100.0%\n", text)
+
+
+def test_step_minus_one_is_no_step(tmp_path: Path) -> None:
+    run(trained, 0, {"enabled": True, "profile_step": -1}, str(tmp_path / "flops.txt"), ranks=1)
 
 
 def piped(file: str) -> None:

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from torch.distributed.run import parse_args
 
 from refimpl.ranks.launcher import main, parser, torchrun
 
@@ -23,6 +24,14 @@ def test_without_gpus_the_numbers_are_those_of_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device_count", int)
     command, _ = torchrun(parser().parse_args(["--include", "localhost:0,1", "train.py"]))
     assert command[:2] == ["--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("words", [["--logs", "out"], ["--r", "1", "--", "--m"], ["--nnodes", "9"]])
+def test_a_scripts_arguments_are_not_read_as_torchruns(words: list[str]) -> None:
+    command, _ = torchrun(parser().parse_args(["--num_gpus", "2", "train.py", *words]))
+    read = parse_args(command)  # torchrun's own
+    assert (read.training_script, read.nnodes, read.module) == ("refimpl.as_deepspeed", "1", True)
+    assert read.training_script_args == ["train.py", "--local_rank=${local_rank}", *words]
 
 
 class Started(Exception):
