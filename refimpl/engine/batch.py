@@ -42,6 +42,19 @@ def complete(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     return {**values, TRAIN: product, MICRO: micro, STEPS: steps}
 
 
+def taken_otherwise(values: Mapping[str, Any], world_size: int) -> str:
+    """Where the micro-batches of a step follow from both other sizes and DeepSpeed would find fewer: a note of it."""
+    train, micro, steps = (size(values, key) for key in (TRAIN, MICRO, STEPS))
+    tensor = _tensor_ranks(values)
+    if tensor == 1 or steps or not (train and micro) or train % (micro * world_size * tensor):
+        return ""
+    ours = train // (micro * world_size)
+    return (
+        f"{STEPS}: {ours}, as {train} samples are {micro} a micro-batch on {world_size} ranks that read different data; "
+        f"DeepSpeed counts tensor ranks too, and takes {ours // tensor}: give the number to be sure"
+    )
+
+
 def _tensor_ranks(values: Mapping[str, Any]) -> int:
     """Ranks that share a model, and its data."""
     section = values.get("tensor_parallel")

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from refimpl.engine import arguments
 from refimpl.engine.answer import answer, table
 from refimpl.engine.auto import resolve
-from refimpl.engine.batch import complete
+from refimpl.engine.batch import complete, taken_otherwise
 from refimpl.engine.elasticity import with_batch
 from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.names import optimizer_named, optimizer_problem, schedule_named
@@ -50,6 +50,8 @@ def load_config(
         for note in notes + unbuilt:
             warnings.warn(note, ConfigWarning, stacklevel=2)
     values = with_batch(resolve(values, model=model, given=auto or {}), world_size)
+    if rank == 0 and (note := taken_otherwise(values, world_size)):
+        warnings.warn(note, ConfigWarning, stacklevel=2)
     values = complete(values, world_size)
     problems = _wrong_arguments(values, ("scheduler",) if own_optimizer else ("optimizer", "scheduler"))
     try:

@@ -1,12 +1,13 @@
 """The batch triple, against a search over all triples."""
 
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 
 from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.keys import ConfigError, ConfigWarning
 
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 GIVEN = [{}, *({name: size} for name in NAMES for size in (1, 2, 6, 12))]
@@ -48,6 +49,16 @@ def test_tensor_ranks_may_be_counted_where_all_three_are_given(train: int, fits:
     else:
         with pytest.raises(ConfigError, match=r"train_batch_size = 48, but .* = 12"):
             load_config(given, world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "train", "told"), [(2, 24, "4.* takes 2"), (2, 12, "2.* takes 1"), (2, 6, ""), (1, 24, "")]
+)
+def test_where_deepspeed_would_accumulate_less_is_told(tensor: int, train: int, told: str) -> None:
+    given = {NAMES[0]: train, NAMES[1]: 2, "tensor_parallel": {"autotp_size": tensor}}
+    with pytest.warns(ConfigWarning, match=f"gradient_accumulation_steps: {told}") if told else nullcontext():
+        assert load_config(given, world_size=3).gradient_accumulation_steps == train // 6
+    load_config(given, world_size=3, rank=1)  # one rank tells it
 
 
 def test_errors_show_the_arithmetic() -> None:
