@@ -42,8 +42,11 @@ class FP16(Section):
     loss_scale_window: Positive = Field(default=1000, description="good steps before the dynamic scale doubles")
     hysteresis: Positive = Field(default=2, description="the dynamic scale halves at this overflow: 2 endures one")
     consecutive_hysteresis: bool = Field(default=False, description="a good step refills the hysteresis")
-    min_loss_scale: Positive = Field(
-        default=1, description="an overflow at this dynamic scale ends the run; in stage 0 it warns"
+    min_loss_scale: Number = Field(
+        default=1,
+        gt=0,
+        le=2.0**POWERS,
+        description="an overflow at this dynamic scale ends the run; in stage 0 it warns",
     )
     auto_cast: bool = Field(default=False, description="floating-point inputs are cast to fp16")
 

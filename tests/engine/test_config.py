@@ -141,6 +141,13 @@ def test_loss_scaler() -> None:
     for _ in range(9):
         whole.update(overflow=True)
     assert whole.scale == 512
+    lower = load(fp16=fp16 | {"min_loss_scale": "0.5"}).loss_scaler()  # as trlx's example writes
+    assert lower is not None
+    for _ in range(12):
+        lower.update(overflow=True)
+    assert lower.scale == 0.5
+    with pytest.raises(ConfigError, match=r"fp16\.min_loss_scale: .* greater than 0"):
+        load(fp16=fp16 | {"min_loss_scale": 0})
 
 
 def test_zero_config_has_deepspeeds_defaults() -> None:
