@@ -50,7 +50,7 @@ def taken_otherwise(values: Mapping[str, Any], world_size: int) -> str:
         return ""
     ours = train // (micro * world_size)
     return (
-        f"{STEPS}: {ours}, as {train} samples are {micro} a micro-batch on {world_size} ranks with other data; "
+        f"{STEPS}: {ours}, as {train} samples are {micro} a micro-batch on {world_size} ranks, each of other data; "
         f"DeepSpeed counts tensor ranks too, and takes {ours // tensor}: give the number to be sure"
     )
 

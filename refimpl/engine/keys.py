@@ -44,10 +44,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "local_rank": ("the launcher says it, by LOCAL_RANK or an argument; DeepSpeed does not read it either", []),
     "comms_config": ("write comms_logger; DeepSpeed does not read this name either", []),
     "monitor_config": ("write csv_monitor, tensorboard or wandb; DeepSpeed does not read this name either", []),
-    "gradient_accumulation_dtype": (
-        "write data_types.grad_accum_dtype; DeepSpeed does not read this name either",
-        [],
-    ),
+    "gradient_accumulation_dtype": ("write data_types.grad_accum_dtype; DeepSpeed does not read this name either", []),
     "zero_force_ds_cpu_optimizer": ("any element-wise optimizer runs on the host", [True]),
     "fp16.fused_mode": ("the optimizer is always fused where torch can", [True]),
     "fp16.fp16_master_weights_and_grads": ("master weights stay in fp32", [False]),
