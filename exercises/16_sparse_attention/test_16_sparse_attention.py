@@ -129,6 +129,24 @@ def by_many_ways(ways: int) -> Tensor:
     return layout
 
 
+def all_and_a_line(number: int, line: int) -> Tensor:
+    """So many blocks that all read each other, the last of them a line of more: too many ways to count in fp32."""
+    layout = parts.none(number + line)
+    layout[:number, :number] = True
+    layout[range(number - 1, number + line - 1), range(number, number + line)] = True
+    return layout
+
+
+def by_powers(layout: Tensor) -> Tensor:
+    """The layers, where ways are counted in fp32: what is infinite is lost in the next product."""
+    layers = torch.full_like(layout, -1, dtype=torch.int64).fill_diagonal_(0)
+    ways = layout.float()
+    for count in range(1, len(layout)):
+        layers[(ways > 0) & (layers < 0)] = count
+        ways = ways @ layout.float()
+    return layers
+
+
 @on_ranks(1)
 def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
     torch.manual_seed(0)
@@ -142,12 +160,16 @@ def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
         "one block": torch.ones(1, 1, dtype=torch.bool),
         "a line of 40": torch.eye(40, dtype=torch.bool).roll(1, 1).triu(1),
         "256 ways from the first block to the last": by_many_ways(256),
+        "32 blocks that all read each other, and a line of 40: 1e45 ways to its end": all_and_a_line(32, 40),
     }
     for name, layout in layouts.items():
         case(name)
         right = walked(layout)
         known = {
             "[r, c] and [c, r] are exchanged: row r takes from the blocks that row r reads": walked(layout.T),
+            "ways from block to block are counted, until their number is infinite: keep whether there is one": (
+                by_powers(layout)
+            ),
             "only one layer is counted: what a block reads has heard of others before": torch.where(
                 right > 1, -1, right
             ),
