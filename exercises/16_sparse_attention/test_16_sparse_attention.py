@@ -41,10 +41,14 @@ def test_fixed_layout(answer: Answer, group: WatchedGroup) -> None:
         stretch = parts.stretches(n, [local])
         last = parts.none(n) | (torch.arange(n) % local == local - 1) | (torch.arange(n) == n - 1)
         window = parts.window(n, 2 * local - 1)
+        turned = stretch | last.t()
         firsts = stretch | (torch.arange(n) % local == 0)
         whole = stretch | (torch.arange(n) % local == local - 1)
         known = {
             "the representative is a stretch's last block, not its first": firsts.tril() if causal else firsts,
+            "rows and columns are exchanged: all rows read a representative, it reads no more than they": (
+                turned.tril() if causal else turned
+            ),
             "only the own stretch is read: where are the other stretches' representatives?": (
                 stretch.tril() if causal else stretch
             ),
