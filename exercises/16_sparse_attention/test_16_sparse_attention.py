@@ -5,7 +5,7 @@ import random
 import torch
 from torch import Tensor
 
-from refimpl.grading.compare import equal, require
+from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
@@ -21,13 +21,18 @@ def picture(layout: Tensor) -> list[str]:
 
 
 def same_layout(found: Tensor, expected: Tensor, known: dict[str, Tensor]) -> None:
-    """`equal`, with both drawn when they differ."""
+    """`equal`, which names the first block that is read in vain or missed, with both drawn."""
     try:
         equal(found, expected, "the layout", known=known)
-    except Exception as error:
-        if isinstance(found, Tensor) and found.shape == expected.shape and len(expected) <= 16:
-            rows = [f"{a}    {b}" for a, b in zip(picture(expected), picture(found), strict=True)]
-            error.details = (*error.details, "expected, and found:", *rows)  # type: ignore[attr-defined]
+    except Wrong as error:
+        if isinstance(found, Tensor) and found.shape == expected.shape:
+            if error.headline == "the layout: wrong values":
+                row, col = (found != expected).nonzero()[0].tolist()
+                said = "reads block {}, and must not" if found[row, col] else "does not read block {}, and must"
+                error.headline = f"the layout: row {row} {said.format(col)}"
+            if len(expected) <= 16:
+                rows = [f"{a}    {b}" for a, b in zip(picture(expected), picture(found), strict=True)]
+                error.details = (*error.details, "expected, and found:", *rows)
         raise
 
 
