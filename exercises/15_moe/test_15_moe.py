@@ -162,9 +162,10 @@ def test_expert_choice(answer: Answer, group: WatchedGroup) -> None:
             chosen, weights = pair(answer.expert_choice(logits, capacity), "tokens, weights")
         probs, most = truth.float().softmax(1).t(), min(capacity, tokens)
         over_tokens = truth.detach().float().softmax(0).t()
+        by_logits = "the order of the logits, or of a softmax over the tokens: the softmax is over each token's experts"
         known = {
-            "a softmax over the tokens: it is over each token's experts": first_highest(over_tokens, most),
-            "a softmax over the tokens: it is over each token's experts.": truth.detach().float().t().topk(most)[1],
+            by_logits: first_highest(over_tokens, most),
+            f"{by_logits}.": truth.detach().float().t().topk(most)[1],
         }
         judge_order(chosen, probs.detach(), most, "the tokens", known)
         expected = probs.gather(1, chosen)
