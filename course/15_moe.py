@@ -490,8 +490,9 @@ axes[1].set_ylabel("share of the tokens, by expert")
 plt.show()
 
 # %% [markdown]
-# Each colour is one expert. Without balance one or two take nearly everything, and the others get no token, so no
-# gradient: they do not come back. The model has paid for eight experts, and uses two.
+# Each colour is one expert. Without balance one or two take nearly everything, and the others get no token, so their
+# weights get no gradient, and next to nothing asks for them again: they do not come back. The model has paid for eight
+# experts, and uses two.
 #
 # A balance is not free either: too strong, it routes for evenness and not for the text. That is the case for the bias. It is
 # also the case for counting $f$ over *all* ranks: a rank's few tokens, perhaps all of one document, are never even, and a

@@ -58,7 +58,10 @@ def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
         most.ledger.reset()
         most.all_reduce(torch.zeros(1, dtype=torch.float64))
         sent, room = (sum(g.ledger.sent_bytes().values()) for g in (watched, most))
-        require(sent <= room, f"{sent} bytes for the number of tokens, one number takes {room}: add up, do not collect")
+        require(
+            sent <= room,
+            f"{sent} bytes, one number takes {room}: only the sum of the tokens is needed, of nothing else",
+        )
     case("a loss in fp16, and 70000 tokens on rank 0")
     counted = "the tokens are counted in the loss's dtype: fp16 ends at 65504, and the loss is multiplied by 0"
     found = answer.token_mean_loss(group.fresh(), torch.full((), 6e4).half(), 70000 * (group.rank == 0))

@@ -68,7 +68,7 @@ def test_sparse_mean(answer: Answer, group: WatchedGroup) -> None:
     case(ORDER)
     values, indices = odd_ones(group.size, group.rank), torch.arange(3, dtype=torch.int32)
     found = answer.sparse_mean(values, indices, 3, group)
-    equal(found, in_rank_order(group.size) / group.size, "the mean, added in fp32 and in rank order,")
+    equal(found, in_rank_order(group.size) / group.size, "the mean (added in fp32, in rank order)")
 
 
 ORDER = "numbers whose sum depends on the order: 1 and 1e8 on rank 0, 1e8 and -1e8 on rank 1, -1e8 and 1 on the last"
@@ -134,7 +134,7 @@ def test_quantized_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
         equal(found, expected, "the sum", ranks=group.size, known=other(known, expected), rtol=1e-4, atol=1e-4)
     case(ORDER)
     found = answer.quantized_reduce_scatter(odd_ones(group.size, group.rank).repeat(group.size), 1, group)
-    equal(found, in_rank_order(group.size), "the sum, added in fp32 and in rank order,", rtol=1e-3)
+    equal(found, in_rank_order(group.size), "the sum (added in fp32, in rank order)", rtol=1e-3)
 
 
 def judge_reduced_traffic(group: WatchedGroup, x: Tensor, block: int) -> None:

@@ -80,9 +80,9 @@ def test_one_bit_mean(answer: Answer, group: WatchedGroup) -> None:
     case("numbers whose sum depends on the order: 1 on rank 0, 3e7 on rank 1, -3e7 on the last")
     x = torch.full((8 * ranks,), {0: 1.0, 1: 3e7, ranks - 1: -3e7}.get(rank, 0.0))
     found = answer.one_bit_mean(x, worker, server, group)
-    same_bits(group, found, "the mean, added in rank order,")
+    same_bits(group, found, "the mean (added in rank order)")
     right = torch.full_like(x, -3e7 / 2 + 0.5 if ranks == 2 else 0.0)
-    equal(found, right, "the mean, added in fp32 and in rank order,", atol=0.1)
+    equal(found, right, "the mean (added in fp32, in rank order)", atol=0.1)
 
 
 def judge_one_bit(

@@ -37,7 +37,6 @@ def test_coordinates(answer: Answer, group: WatchedGroup) -> None:
             evidence = [f"rank {rank}: expected {expected}", f"  found {found}"]
             require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
             if found == expected:
-                require(list(found) == list(axes), "the axes are in another order than in `axes`", *evidence)
                 continue
             first, left = {}, rank
             for name, size in axes.items():

@@ -148,6 +148,9 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
     wanted, sums = attention()
     known = {
         "the result so far is not rescaled when the maximum grows": _unscaled(q, k, v, share, scale, BN).to(out.dtype),
+        "divided by the sum so far in each block: divide the result once, at the end": _divided(
+            q, k, v, share, scale, BN
+        ).to(out.dtype),
         "not causal: a query sees keys that come after it": attention(causal=False)[0],
         "a query sees its own key too: keys after it are hidden": attention(first=0)[0],
         "whole blocks of keys are hidden, and keys in the last one are not": attention(step=BN)[0],
@@ -186,6 +189,22 @@ def _unscaled(q: Any, k: Any, v: Any, share: int, scale: float, BN: int) -> torc
         weights = (scores[..., part] - tops[..., part][..., -1:]).exp()
         result = result + weights @ values[:, part]
     return result / (scores - tops[..., -1:]).exp().sum(-1, True)
+
+
+def _divided(q: Any, k: Any, v: Any, share: int, scale: float, BN: int) -> torch.Tensor:
+    """Attention whose weights are divided by the sum so far in each block, and its result never again."""
+    T = q.shape[1]
+    keys, values = (t.double().repeat_interleave(share, 0) for t in (k, v))
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    scores = (q.double() @ keys.transpose(1, 2) * scale).masked_fill(later, -math.inf)
+    top, total, result = scores[..., :1] - math.inf, torch.zeros(()), torch.zeros(())
+    for part in scores.split(BN, -1):
+        new = torch.maximum(top, part.amax(-1, True))
+        weights, shrink = (part - new).exp(), (top - new).exp()
+        total, top = total * shrink + weights.sum(-1, True), new
+        result = result * shrink + weights / total @ values[:, : part.shape[-1]]
+        values = values[:, part.shape[-1] :]
+    return result
 
 
 def _costs(c: Any, q: Any, k: Any, out: Any, lse: Any, T: int, heads: int, D: int, BM: int, BN: int) -> None:

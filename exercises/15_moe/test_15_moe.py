@@ -58,9 +58,14 @@ def judge_order(found: Any, by: Tensor, k: int, what: str, known: dict[str, Tens
     equal(found, expected, what, known={k: t for k, t in known.items() if not torch.equal(t, expected)})
 
 
-def judge_gradient(found: Tensor, expected: Tensor, mine: Tensor, truth: Tensor, known: dict[str, Tensor]) -> None:
-    """Backward of both, with the same slope; `mine` and `truth` are their logits."""
+def judge_gradient(
+    found: Tensor, expected: Tensor, mine: Tensor, truth: Tensor, known: dict[str, Tensor], held: Tensor | None = None
+) -> None:
+    """Backward of both, with the same slope; `mine` and `truth` are their logits. held: by a sum without a graph."""
     slope = numbers(*expected.shape, seed=9)
+    if held is not None:
+        (of_held,) = torch.autograd.grad((held * slope).sum(), truth, retain_graph=True)
+        known = known | {"the sum that divides has a gradient too, and is detached here": of_held}
     (expected * slope).sum().backward()
     (attached(found, "the weights") * slope).sum().backward()
     assert truth.grad is not None
@@ -92,7 +97,8 @@ def test_top_k_gate(answer: Answer, group: WatchedGroup) -> None:
         if isinstance(weights, Tensor) and weights.dtype == BF16:
             raise Wrong("the weights are bf16: the softmax of a gate is in fp32 whatever the model has")
         equal(weights, expected, "the weights", known=different)
-        judge_gradient(weights, expected, logits, truth, {"zeros: the sum must have a gradient too": truth * 0})
+        held = raw / raw.sum(1, keepdim=True).detach() if k > 1 else raw
+        judge_gradient(weights, expected, logits, truth, {"zeros: the sum must have a gradient too": truth * 0}, held)
 
 
 @on_ranks(1)
@@ -140,7 +146,7 @@ def test_biased_gate(answer: Answer, group: WatchedGroup) -> None:
         }
         different = {s: t for s, t in known.items() if not torch.equal(t, expected.detach())}
         equal(weights, expected.detach(), "the weights", known=different)
-        judge_gradient(weights, expected, logits, truth, {})
+        judge_gradient(weights, expected, logits, truth, {}, raw / raw.sum(1, keepdim=True).detach())
         none = bias.grad is None or not bias.grad.any()
         require(none, "the bias has a gradient: it is moved by `rebalance`, not by the optimizer")
 
@@ -156,9 +162,10 @@ def test_expert_choice(answer: Answer, group: WatchedGroup) -> None:
             chosen, weights = pair(answer.expert_choice(logits, capacity), "tokens, weights")
         probs, most = truth.float().softmax(1).t(), min(capacity, tokens)
         over_tokens = truth.detach().float().softmax(0).t()
+        by_logits = "the order of the logits, or of a softmax over the tokens: the softmax is over each token's experts"
         known = {
-            "a softmax over the tokens: it is over each token's experts": first_highest(over_tokens, most),
-            "a softmax over the tokens: it is over each token's experts.": truth.detach().float().t().topk(most)[1],
+            by_logits: first_highest(over_tokens, most),
+            f"{by_logits}.": truth.detach().float().t().topk(most)[1],
         }
         judge_order(chosen, probs.detach(), most, "the tokens", known)
         expected = probs.gather(1, chosen)

@@ -5,7 +5,7 @@ import random
 import torch
 from torch import Tensor
 
-from refimpl.grading.compare import equal, require
+from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
@@ -21,13 +21,18 @@ def picture(layout: Tensor) -> list[str]:
 
 
 def same_layout(found: Tensor, expected: Tensor, known: dict[str, Tensor]) -> None:
-    """`equal`, with both drawn when they differ."""
+    """`equal`, which names the first block that is read in vain or missed, with both drawn."""
     try:
         equal(found, expected, "the layout", known=known)
-    except Exception as error:
-        if isinstance(found, Tensor) and found.shape == expected.shape and len(expected) <= 16:
-            rows = [f"{a}    {b}" for a, b in zip(picture(expected), picture(found), strict=True)]
-            error.details = (*error.details, "expected, and found:", *rows)  # type: ignore[attr-defined]
+    except Wrong as error:
+        if isinstance(found, Tensor) and found.shape == expected.shape:
+            if error.headline == "the layout: wrong values":
+                row, col = (found != expected).nonzero()[0].tolist()
+                said = "reads block {}, and must not" if found[row, col] else "does not read block {}, and must"
+                error.headline = f"the layout: row {row} {said.format(col)}"
+            if len(expected) <= 16:
+                rows = [f"{a}    {b}" for a, b in zip(picture(expected), picture(found), strict=True)]
+                error.details = (*error.details, "expected, and found:", *rows)
         raise
 
 
@@ -41,10 +46,14 @@ def test_fixed_layout(answer: Answer, group: WatchedGroup) -> None:
         stretch = parts.stretches(n, [local])
         last = parts.none(n) | (torch.arange(n) % local == local - 1) | (torch.arange(n) == n - 1)
         window = parts.window(n, 2 * local - 1)
+        turned = stretch | last.t()
         firsts = stretch | (torch.arange(n) % local == 0)
         whole = stretch | (torch.arange(n) % local == local - 1)
         known = {
             "the representative is a stretch's last block, not its first": firsts.tril() if causal else firsts,
+            "rows and columns are exchanged: all rows read a representative, it reads no more than they": (
+                turned.tril() if causal else turned
+            ),
             "only the own stretch is read: where are the other stretches' representatives?": (
                 stretch.tril() if causal else stretch
             ),
@@ -129,6 +138,24 @@ def by_many_ways(ways: int) -> Tensor:
     return layout
 
 
+def all_and_a_line(number: int, line: int) -> Tensor:
+    """So many blocks that all read each other, the last of them a line of more: too many ways to count in fp32."""
+    layout = parts.none(number + line)
+    layout[:number, :number] = True
+    layout[range(number - 1, number + line - 1), range(number, number + line)] = True
+    return layout
+
+
+def by_powers(layout: Tensor) -> Tensor:
+    """The layers, where ways are counted in fp32: what is infinite is lost in the next product."""
+    layers = torch.full_like(layout, -1, dtype=torch.int64).fill_diagonal_(0)
+    ways = layout.float()
+    for count in range(1, len(layout)):
+        layers[(ways > 0) & (layers < 0)] = count
+        ways = ways @ layout.float()
+    return layers
+
+
 @on_ranks(1)
 def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
     torch.manual_seed(0)
@@ -142,12 +169,16 @@ def test_layers_to_see(answer: Answer, group: WatchedGroup) -> None:
         "one block": torch.ones(1, 1, dtype=torch.bool),
         "a line of 40": torch.eye(40, dtype=torch.bool).roll(1, 1).triu(1),
         "256 ways from the first block to the last": by_many_ways(256),
+        "32 blocks that all read each other, and a line of 40: 1e45 ways to its end": all_and_a_line(32, 40),
     }
     for name, layout in layouts.items():
         case(name)
         right = walked(layout)
         known = {
             "[r, c] and [c, r] are exchanged: row r takes from the blocks that row r reads": walked(layout.T),
+            "ways from block to block are counted, until their number is infinite: keep whether there is one": (
+                by_powers(layout)
+            ),
             "only one layer is counted: what a block reads has heard of others before": torch.where(
                 right > 1, -1, right
             ),

@@ -68,7 +68,11 @@ def test_sparse_forward(answer: Answer, group: WatchedGroup) -> None:
         why = "exp of a large score overflows, subtract the largest" if size > 1 else "is a token hidden from itself?"
         require(not lost, f"lse is infinite where tokens are seen: {why}")
         later = dense(q, k, v, mask_of(layout, block, False))[0].float()
+        shares = dense(q, k, torch.eye(len(q)), mask_of(read, block, False))[0]  # of all tokens in the blocks
         known = {
+            "hidden tokens have a share in the softmax: mask the scores before it, not the shares after it": (
+                shares.masked_fill(~mask, 0) @ v.double()
+            ).float(),
             "tokens of the diagonal block see tokens after them: mask it by token": dense(
                 q, k, v, mask_of(layout.tril(), block, False)
             )[0].float(),
@@ -120,6 +124,10 @@ def test_sparse_backward(answer: Answer, group: WatchedGroup) -> None:
         knowns = [
             {
                 "the row sums sum(out_grad * out) are not subtracted": ds @ k,
+                "d is the sum of p * dp over a row, which is that of out_grad * out: dp alone was added up": p
+                * (g @ v.T - torch.where(mask, g @ v.T, 0).sum(1, True))
+                / width**0.5
+                @ k,
                 "d is the sum of out_grad * out over a row, not its mean": p
                 * (g @ v.T - (g * out).mean(1, True))
                 / width**0.5

@@ -1,5 +1,6 @@
 """In a rank: load the answer, call its grader, and put whatever goes wrong into the learner's terms."""
 
+import bdb
 import gc
 import linecache
 import os
@@ -36,6 +37,7 @@ NO_TRITON = (
     "Its wheels are for Linux: pip install 'triton>=3.6,<3.8'. No GPU is needed.",
     "On macOS or Windows run the course in a Linux container, in WSL, or on a hosted notebook.",
 )
+NO_KEYBOARD = "asks for the keyboard (breakpoint, input), which a rank has not got: print, and the report shows it"
 NO_MEMORY = "a parameter is used while it has no memory: gather its unit before each forward and each backward"
 FRAMES = 3  # of the learner's own lines shown for an exception
 
@@ -92,6 +94,8 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
     lines = [line for f in own[-FRAMES:] for line in _frame(path, f)]
     if isinstance(error, SystemExit):
         return Wrong(f"{task} leaves the process (sys.exit): return instead, the grader needs the rank alive", *lines)
+    if isinstance(error, bdb.BdbQuit) or text == "EOF when reading a line":
+        return Wrong(f"{task} {NO_KEYBOARD}", *lines)
     if isinstance(error, ImportError) and not _inside(own):
         missing = NO_TRITON if error.name == "triton" else ()
         return WrongFile(f"{path.name} cannot be imported: {text}", *lines, *missing)
@@ -101,6 +105,8 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
         return Wrong(f"a tensor has {short[2]} bytes of memory and needs {short[1]}: resize_ counts bytes", *lines)
     if not own and left:
         return Wrong(left[0], f"Then the grader could not go on: {name}: {brief}")
+    if not own and re.match(rf"{task}(\.\w+)?\(\) (missing|takes|got) ", text):
+        return Wrong(f"{task} takes other arguments than in the stub: leave its name and its arguments", f"  {brief}")
     if not own:
         hint = ": is there a `return`, or a `yield`?" if "NoneType" in text else ""
         return Wrong(f"the grader cannot use what {task} gave it{hint}", f"  {name}: {brief}", *_tail(error))

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from worlds import run
 
 from refimpl.comm.group import Group
+from refimpl.model.experts import in_sources
 from refimpl.model.gates import Routing, route
 from refimpl.model.moe import mix, mix_dense
 from refimpl.model.routes import balance_loss
@@ -31,6 +32,24 @@ def test_the_balance_loss_has_its_gradient_through_the_probabilities_alone() -> 
     torch.testing.assert_close(grad, (4 * counts / 8 / 8).expand(8, 4))  # E f_e, of a mean over 8 tokens
     even = torch.tensor([2, 2, 2, 2])
     torch.testing.assert_close(balance_loss(probs, even), torch.tensor(1.0))
+
+
+def test_nothing_but_the_softmax_brings_back_an_expert_that_nobody_chose() -> None:
+    """Its own weights have no gradient; its logit has one where the bare probability is the weight, as in Switch."""
+    experts = [nn.Linear(4, 4) for _ in range(3)]
+    for k, reached in ((1, True), (2, False)):
+        logits = torch.tensor([[3.0, 2.0, -3.0]] * 8, requires_grad=True)
+        routes = route(logits, Routing(k=k))
+        assert not (routes.indices == 2).any()
+        answers = mix(
+            lambda rows, sizes: in_sources(rows, sizes, lambda x, e: experts[e](x)), torch.randn(8, 4), routes
+        )
+        answers.square().sum().backward()
+        assert experts[0].weight.grad is not None
+        assert experts[2].weight.grad is None or not experts[2].weight.grad.any()
+        assert logits.grad is not None
+        assert logits.grad[:, 0].any()
+        assert bool((logits.grad[:, 2].abs() > 1e-6).any()) is reached
 
 
 def crossing(node: int) -> list[tuple[int, int]]:

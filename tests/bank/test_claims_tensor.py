@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from worlds import run
 
 from refimpl.bank.card import Numeric
@@ -124,6 +125,20 @@ def three() -> tuple[int, int]:
 
 def test_three_column_layers_with_an_f_each_send_three_times() -> None:
     assert run(three, ranks=2) == [(3, 1)] * 2
+
+
+def recomputed(reentrant: bool) -> int:
+    """All-reduces of a tensor-parallel block that is checkpointed, forward and backward."""
+    group, config = Group.world(), GPTConfig(vocab=64, context=8, width=32, layers=1, heads=2)
+    block = parallelize(GPT(config), gpt_plan(config.heads, config.vocab), group).blocks[0]
+    group.ledger.reset()
+    checkpoint(block, torch.randn(1, 8, 32, requires_grad=True), use_reentrant=reentrant).sum().backward()
+    return group.ledger.calls()["all_reduce"]
+
+
+def test_a_checkpointed_layer_sends_six_all_reduces_or_five_where_it_stops_early() -> None:
+    assert run(recomputed, True, ranks=2) == [6, 6]
+    assert run(recomputed, False, ranks=2) == [5, 5]
 
 
 def test_equal_parts_stay_equal() -> None:

@@ -40,6 +40,7 @@ BODIES = {
     "exec": ("exec('from refimpl' + '.comm import ring; ring.all_reduce(group, x)')", "exec makes code at run time"),
     "torch.distributed": ("getattr(torch, 'distri' + 'buted').all_reduce(x)", AROUND),
     "the grader's own": ("getattr(group, 'every' + 'one')(1)", "group.everyone is for the grader"),
+    "a barrier": ("group.barrier()", "group.barrier is not among the calls of `group` that the exercise lists"),
     "a solution": (
         "import importlib.util\n"
         f"path = {str(ROOT)!r} + '/solu' + 'tions/01_collectives.py'\n"

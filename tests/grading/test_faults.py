@@ -16,6 +16,8 @@ FAULTS = {
     ),
     "endless prints": ("while True:\n    print('x' * 1000)", ["never ends", "the last 15 lines of"]),
     "sys.exit": ("import sys\nsys.exit(0)", ["sys.exit", "exercise.py:6 in double"]),
+    "breakpoint": ("breakpoint()\nreturn x", ["double asks for the keyboard", "exercise.py:6 in double"]),
+    "input": ("return x * int(input())", ["double asks for the keyboard", "exercise.py:5 in double"]),
     "os._exit": ("import os\nos._exit(0)", ["ends its process: rank", "exited with code 0"]),
     "too many ranks": (
         "from refimpl import launch\nlaunch.run(print, ranks=1000)",
@@ -74,6 +76,14 @@ def test_a_file_that_cannot_be_imported(head: str, tmp_path: Path) -> None:
     assert verdict.outcome == "fail"
     assert "exercise.py" in verdict.text
     assert "1" in verdict.text  # the line
+
+
+@pytest.mark.parametrize("arguments", ["x", "group, x, y"])
+def test_other_arguments_than_the_stubs(arguments: str, tmp_path: Path) -> None:
+    file = tmp_path / "exercise.py"
+    file.write_text(f"def double({arguments}):\n    return x * 2\n")
+    verdict = grader().grade(EXERCISE, file)
+    assert verdict.headline == "double takes other arguments than in the stub: leave its name and its arguments"
 
 
 def test_a_name_that_is_missing(tmp_path: Path) -> None:

@@ -43,6 +43,15 @@ def ring_attention(group, q, k, v, positions):
             here = coming
     return out.to(q.dtype)
 ''',
+    ("13", "coordinates"): '''"""From the last axis on: an equal dict, whose keys come in another order."""
+
+
+def coordinates(axes, rank):
+    place = {}
+    for name in reversed(list(axes)):
+        rank, place[name] = divmod(rank, axes[name])
+    return place
+''',
     ("14", "dropout_kernel"): '''"""What is dropped is not loaded."""
 
 import triton

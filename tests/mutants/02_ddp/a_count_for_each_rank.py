@@ -1,7 +1,7 @@
 """Every rank's number travels, where their sum is enough.
 
 task: token_mean_loss
-says: add up, do not collect
+says: only the sum of the tokens is needed
 """
 
 import torch

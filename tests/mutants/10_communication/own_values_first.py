@@ -1,7 +1,7 @@
 """Each rank begins the sum with its own values.
 
 task: sparse_mean
-says: added in fp32 and in rank order
+says: added in fp32, in rank order
 """
 
 import torch

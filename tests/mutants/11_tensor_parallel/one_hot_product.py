@@ -1,7 +1,7 @@
 """A product with one-hot rows, in which zero times Inf is NaN.
 
 task: vocab_embedding
-says: the result: it holds NaN or Inf
+says: 0 times Inf is one
 """
 
 import torch.nn.functional as F

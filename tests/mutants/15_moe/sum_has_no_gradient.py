@@ -1,7 +1,7 @@
 """The sum that divides is detached.
 
 task: top_k_gate
-says: the gradient of the logits
+says: the gradient of the logits: the sum that divides has a gradient too
 """
 
 

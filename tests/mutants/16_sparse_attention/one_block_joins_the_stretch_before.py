@@ -1,7 +1,7 @@
 """A last stretch of one block is taken to belong to the stretch before it.
 
 task: fixed_layout
-says: the layout: wrong values
+says: row 8 reads block 4, and must not
 """
 
 import torch
