@@ -8,21 +8,24 @@ begins with "$", and its inverse is in the same line of the table below; a tenso
     inf             {"$float": "inf"}
     a tensor        {"$tensor": "client_state.rng"}       the tensor itself into the safetensors file
 
-numpy's numbers and arrays go as tensors, an enum's member by its class and name: it comes back if whoever reads has the
-class. So does an object that is its attributes and no more, such as a dataclass or mmengine's histories; none of its
-methods is called. Anything else (a function, a lock, an array of objects) is refused when it is saved, under its path:
-to bring it back one would have to run what the file says, which is what a pickle is.
+numpy's numbers and arrays go as tensors, dates and times as ISO 8601 has them (a zone is its offset), a defaultdict's
+factory by its name, if it is one of Python's types (`FACTORIES`), an enum's member by its class and name: it comes back
+if whoever reads has the class. So does an object that is its attributes and no more, such as a dataclass or mmengine's
+histories; none of its methods is called. Anything else (a function, a lock, an array of objects) is refused when it is
+saved, under its path: to bring it back one would have to run what the file says, which is what a pickle is.
 DeepSpeed's client_state is pickled.
 """
 
 import base64
 import sys
 from argparse import Namespace
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
 from enum import Enum
 from functools import reduce
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,7 @@ from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import NAMES
 
 PLAIN = (type(None), bool, int, str)
+FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, set, dict)}
 DEEPEST = 200  # levels, far below what Python's own recursion reaches; whoever holds itself gets there too
 
 
@@ -70,6 +74,8 @@ def kind_of(value: Any) -> str | None:
     if isinstance(value, np.ndarray | np.generic):
         plain = value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 and value.dtype.isnative
         return None if not plain else "$number" if isinstance(value, np.generic) else "$array"
+    if type(value) is defaultdict and value.default_factory not in (None, *FACTORIES.values()):
+        return None
     if isinstance(value, Enum):
         return "$enum" if value.name in type(value).__members__ else None  # flags put together have no name
     named = next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
@@ -122,8 +128,8 @@ def unknown(what: str) -> CheckpointError:
 
 def refused(path: str, what: str, remedy: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: holds {what}; a checkpoint keeps tensors, numbers, strings, bytes, enums, None, lists, "
-        f"tuples, sets, dictionaries and namespaces of them. Here, {remedy}"
+        f"{path}: holds {what}; a checkpoint keeps tensors, numbers, strings, bytes, times, paths, enums, None, "
+        f"lists, tuples, sets, dictionaries and namespaces of them. Here, {remedy}"
     )
 
 
@@ -151,6 +157,23 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$dict": (dict, pairs, dict),
     "$ordered": (OrderedDict, pairs, OrderedDict),
     "$counter": (Counter, pairs, lambda items: Counter(dict(items))),
+    "$defaults": (
+        defaultdict,
+        lambda value: [value.default_factory and value.default_factory.__name__, dict(value)],
+        lambda items: defaultdict(items[0] and FACTORIES[items[0]], items[1]),
+    ),
+    "$deque": (deque, lambda value: [value.maxlen, *value], lambda items: deque(items[1:], items[0])),
+    "$frozen": (frozenset, lambda value: sorted(value, key=repr), frozenset),
+    "$complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
+    "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "$date": (date, date.isoformat, date.fromisoformat),
+    "$time": (time, time.isoformat, time.fromisoformat),
+    "$timedelta": (
+        timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda items: timedelta(*items),
+    ),
+    "$path": (type(Path()), str, Path),
     "$set": (set, lambda value: sorted(value, key=repr), set),
     "$size": (torch.Size, list, torch.Size),
     "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), dtype_named),

@@ -4,10 +4,12 @@ import inspect
 import json
 import sys
 from argparse import Namespace
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import timedelta, timezone
 from enum import Flag, IntEnum
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,9 +18,14 @@ import torch
 from hypothesis import given
 
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.checkpoint.tree import decode, encode
+from refimpl.checkpoint.tree import FACTORIES, decode, encode
 
-leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
+zones = st.none() | st.timedeltas(timedelta(hours=-23), timedelta(hours=23)).map(timezone)
+moments = st.one_of(st.datetimes(timezones=zones), st.dates(), st.times(timezones=zones), st.timedeltas())
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(), moments,
+    st.complex_numbers(allow_nan=False), st.builds(Path, st.text("ab/.")),
+)  # fmt: skip
 keys = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.booleans(), st.none())
 trees = st.recursive(
     leaves,
@@ -28,6 +35,9 @@ trees = st.recursive(
         st.dictionaries(keys, inner),
         st.dictionaries(st.text(), inner).map(OrderedDict),
         st.sets(st.integers()),
+        st.frozensets(st.text()),
+        st.builds(deque, st.lists(inner, max_size=3), st.none() | st.integers(3, 5)),
+        st.builds(defaultdict, st.sampled_from([None, *FACTORIES.values()]), st.dictionaries(keys, inner)),
     ),
     max_leaves=20,
 )
@@ -48,10 +58,14 @@ def exactly(a: Any, b: Any) -> bool:
     """Equal, and of the same types all the way down (True is not 1, and a tuple no list)."""
     if type(a) is not type(b):
         return False
+    if isinstance(a, defaultdict) and a.default_factory is not b.default_factory:
+        return False
     if isinstance(a, dict):
         pairs = zip(a.items(), b.items(), strict=True)
         return len(a) == len(b) and all(exactly(k, m) and exactly(v, w) for (k, v), (m, w) in pairs)
-    if isinstance(a, list | tuple):
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(exactly(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
 
@@ -185,7 +199,8 @@ def test_two_tensors_whose_paths_read_alike_stay_two(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (Path("x"), r"PosixPath"),
+        (UUID(int=1), "UUID"),
+        (defaultdict(lambda: 0), "collections.defaultdict"),
         (np.array(["text"]), r"numpy.ndarray.*\.tolist\(\)"),
         (np.array([print]), "numpy.ndarray"),
         (np.longdouble(1), "numpy.longdouble"),
