@@ -1,0 +1,32 @@
+"""Tensors that `state_dict()` gives: what is saved of a few of them is theirs alone, and all are the model's memory."""
+
+import pickle
+
+import pytest
+import torch
+import worlds
+from training import STAGES, Net
+
+
+def saved_by_hand(kind: str) -> None:
+    model = Net()
+    stage = STAGES[kind](model, torch.optim.AdamW(model.parameters()))
+    state = model.state_dict()
+    for name, tensor in {**state, **model.blocks[0].state_dict(prefix="blocks.0.")}.items():
+        assert len(pickle.dumps(tensor)) < tensor.nbytes + 1000, name
+    storages = {name: tensor.untyped_storage() for name, tensor in state.items()}
+    same = [name for name in state if storages[name].data_ptr() == storages["head.weight"].data_ptr()]
+    assert same == ["embed.weight", "head.weight"], "a tied weight is one, as in torch, and nothing else is"
+    assert storages["embed.weight"]._cdata == storages["head.weight"]._cdata
+    for name, p in model.named_parameters():
+        state[name].fill_(3)
+        assert torch.equal(p, torch.full_like(p, 3)), name
+        assert model.state_dict(keep_vars=True)[name] is p
+    model.head.weight.data.fill_(4)
+    assert torch.equal(model.state_dict()["embed.weight"], torch.full_like(model.head.weight, 4))
+    stage.release()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+def test_each_has_a_storage_of_its_own_over_the_same_memory(kind: str) -> None:
+    worlds.run(saved_by_hand, kind, ranks=2)
