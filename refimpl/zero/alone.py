@@ -3,10 +3,10 @@
 Parameters are views of a few buffers, and who saves by hand looks at storages: `torch.save` and `pickle` write all
 of one, and transformers 4.35 to 4.38 took all views of one for a tied weight, and saved the first alone. Nothing is
 copied: what is written into such a tensor is in the model, as ever. The buffer lives as long as one of them does.
-DeepSpeed gives the views, and has `clone_tensors_for_torch_save` for who knows.
+DeepSpeed gives the views; who knows of it calls `clone_tensors_for_torch_save`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -41,6 +41,12 @@ class Alone:
         if (tensor := self.given.get(at)) is None:
             tensor = self.given[at] = from_dlpack(view)
         return tensor
+
+    def let_go(self, params: Iterable[nn.Parameter]) -> None:
+        """Their buffers are about to give their memory back: what was given becomes views, which follow them."""
+        for p in params if self.given else ():  # none in ZeRO-3, whose parameters may have no memory
+            if (tensor := self.given.pop((p.data_ptr(), p.shape), None)) is not None:
+                tensor.data = p.data
 
 
 def is_part(tensor: Tensor) -> bool:

@@ -18,11 +18,12 @@ class Hooked(Changing):
 
     def listen(self) -> None:
         """To the model. `BackwardPass` calls the rest: see `Stage.build`."""
+        self.alone = Alone()
         self.handles += [
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),
             self.model.register_state_dict_pre_hook(Hook(self.before_state_dict)),  # type: ignore[no-untyped-call]
-            *Alone().handles(self.model),
+            *self.alone.handles(self.model),
         ]
         if self.config.delayed_update:  # or an update under way would be published over what is loaded
             hook = self.model.register_load_state_dict_pre_hook

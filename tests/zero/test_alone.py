@@ -24,6 +24,9 @@ def saved_by_hand(kind: str) -> None:
         assert model.state_dict(keep_vars=True)[name] is p
     model.head.weight.data.fill_(4)
     assert torch.equal(model.state_dict()["embed.weight"], torch.full_like(model.head.weight, 4))
+    state = model.state_dict()
+    stage.parked.send(["lp_params"])  # on a GPU their memory goes, and comes back elsewhere
+    assert state["norm.weight"].untyped_storage()._cdata == model.norm.weight.untyped_storage()._cdata
     stage.release()
 
 
