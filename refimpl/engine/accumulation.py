@@ -8,6 +8,7 @@ The boundary is where both together are gradient_accumulation_steps; a `step` wi
 DeepSpeed counts calls of `step` alone: see `refimpl.engine.engine`.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -97,10 +98,17 @@ class Accumulation(Asked):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank in the block. RuntimeError in stages 2 and 3, which hold no whole gradient."""
+        """Keep gradients on this rank in the block. Stages 2 and 3 hold no whole gradient: RuntimeError.
+
+        Before the boundary of a batch, where accelerate below 1.9 asks for it in every stage, it only warns there: the
+        sum is the same. DeepSpeed from 0.16 on refuses that too.
+        """
         if (stage := self.zero_optimization_stage()) >= 2:
-            raise RuntimeError(f"no_sync: ZeRO stage {stage} shards every micro-batch's gradient; use stage 0 or 1")
-        with self._without_step(), self.stage.no_sync():
+            why = f"no_sync: ZeRO stage {stage} shards every micro-batch's gradient"
+            if self.is_gradient_accumulation_boundary():
+                raise RuntimeError(f"{why}; use stage 0 or 1, or let gradient_accumulation_steps count them")
+            warnings.warn(f"{why}: it is sent all the same", stacklevel=3)
+        with self._without_step(), self.stage.no_sync() if stage < 2 else nullcontext():
             yield
 
     @contextmanager

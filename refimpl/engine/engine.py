@@ -139,14 +139,14 @@ class Engine(Saved, ModuleState):
         """At the accumulation boundary, update the model and then the learning rate; otherwise only count.
 
         The learning rate stays where it is when the update was skipped; `lr_kwargs` are for the schedule's `step`.
-        RuntimeError inside `no_sync`.
+        RuntimeError where it would update inside `no_sync`.
         """
-        if not self._syncing:
+        due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
+        if due and not self._syncing:
             raise RuntimeError(
                 "engine.step() inside no_sync() or coalesce_grad_reduction(): the gradients are not reduced; leave the "
                 "block first"
             )
-        due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         if due:
             checkpoint.hear(self)
         self._count_step()

@@ -66,9 +66,10 @@ class Saved(Accumulation):
 
         From any stage, world size, bucket size and dtype to any other. load_module_only: the weights and nothing else;
         load_optimizer_states=False: all but the optimizer; custom_load_fn(src=weights by name, dst=module) then may do
-        it. load_module_strict=False: weights that only one side has stay as they are. load_random_states=False: torch,
-        Python and numpy draw on from here. Gradients that wait here for an update are dropped. CheckpointError on every
-        rank, the engine unchanged, if the checkpoint is damaged or does not fit.
+        it. load_module_strict=False: weights that only one side has stay as they are. load_random_states=False, or what
+        transformers' Trainer saved, which puts them back itself: torch, Python and numpy draw on from here. Gradients
+        that wait here for an update are dropped. CheckpointError on every rank, the engine unchanged, if the checkpoint
+        is damaged or does not fit.
         """
         wanted = Wanted(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states,

@@ -24,6 +24,7 @@ from refimpl.engine.values import (
     false_is_none,
     of_16_bits,
     or_none,
+    rounded_down,
     unless_off,
     upper,
 )
@@ -165,7 +166,9 @@ class ZeroOptimization(Section):
         default=500_000_000, description="elements gathered in one collective; 0: one parameter at a time"
     )
     overlap_comm: bool | None = Field(default=None, description="reduce during backward; unset means only in stage 3")
-    stage3_prefetch_bucket_size: Count = Field(default=50_000_000, description="elements gathered ahead of use")
+    stage3_prefetch_bucket_size: Annotated[Count, BeforeValidator(rounded_down)] = Field(
+        default=50_000_000, description="elements gathered ahead of use"
+    )
     stage3_param_persistence_threshold: Count = Field(default=100_000, description="smaller parameters stay gathered")
     stage3_model_persistence_threshold: Count = Field(
         default=sys.maxsize, description="bound on all that stays gathered"

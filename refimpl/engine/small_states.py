@@ -108,7 +108,8 @@ def to_train(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[
     yield Put(lambda n: setattr(update, "skipped_steps", int(n)), folder.value(0, "skipped_steps"), skipped)
     if scaler is not None and (scale := folder.value(0, "scaler")) is not None:
         yield Put(scaler.load_state_dict, scale, scaler.state_dict())
-    if wanted.random and rank < folder.ranks and (state := folder.value(rank, "random")) is not None:
+    draws_on = not wanted.random or rank >= folder.ranks or trainer_has_its_own(folder)
+    if not draws_on and (state := folder.value(rank, "random")) is not None:
         device = engine.group.device
         yield Put(partial(random_state.put, device=device), state, random_state.get(device))
     data = folder.value(0, "data")  # a rank in mid-pipeline reads none
@@ -118,6 +119,14 @@ def to_train(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[
         warnings.warn(f"{folder.path}: a stream's position is each rank's own: it begins anew", stacklevel=8)
         data = None
     yield Put(engine.go_on_with_data, data, engine.data_state())
+
+
+def trainer_has_its_own(folder: Folder) -> bool:
+    """Whether transformers' Trainer left its random states beside the checkpoint.
+
+    It puts them back only behind its sampler, which must draw, in every rank, what it drew when the epoch began.
+    """
+    return any(folder.path.parent.glob("rng_state*.pth"))
 
 
 def saved_groups(engine: TrainingState, folder: Folder) -> list[dict[str, Any]]:

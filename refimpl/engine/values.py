@@ -1,5 +1,6 @@
 """How a value of a DeepSpeed JSON file is read, where DeepSpeed takes more than one spelling of it."""
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -28,6 +29,12 @@ def as_number(value: Any) -> Any:
         return float(value)
     except ValueError:
         raise ValueError("must be a number") from None
+
+
+def rounded_down(value: Any) -> Any:
+    """transformers before 4.45 fills in 0.9 hidden_size^2, which DeepSpeed from 0.15 on refuses."""
+    number = as_number(value)
+    return int(number) if isinstance(number, float) and 0 <= number < math.inf else number
 
 
 def false_is_none(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refimpl.zero.alone import Alone
 from refimpl.zero.backward import in_backward
 from refimpl.zero.changing import Changing
 from refimpl.zero.outputs import tensors_of
@@ -17,10 +18,12 @@ class Hooked(Changing):
 
     def listen(self) -> None:
         """To the model. `BackwardPass` calls the rest: see `Stage.build`."""
+        self.alone = Alone()
         self.handles += [
             self.model.register_forward_pre_hook(untraced(self.before_forward)),
             self.model.register_forward_hook(untraced(self.after_forward)),
             self.model.register_state_dict_pre_hook(Hook(self.before_state_dict)),  # type: ignore[no-untyped-call]
+            *self.alone.handles(self.model),
         ]
         if self.config.delayed_update:  # or an update under way would be published over what is loaded
             hook = self.model.register_load_state_dict_pre_hook

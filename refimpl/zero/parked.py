@@ -51,6 +51,8 @@ class Parked:
         if "contiguous_grad_buffer" in states:
             self.stage.gradients.trim()
             self.stage.group.trim()
+        if "lp_params" in states:
+            self.stage.alone.let_go(self.stage.group_of)
         for state in (state for state in CLASSES if state in states and state not in self.away):
             gone = state == "contiguous_grad_buffer"
             storages = {} if gone else {s.data_ptr(): s for t in self.tensors(state) if (s := t.untyped_storage())}

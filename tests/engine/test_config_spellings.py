@@ -56,6 +56,18 @@ def test_names_of_deepspeeds_fields_beside_those_of_its_documentation(path: str)
         load({"train_batch_size": 8, ZERO: {name: value, long: value}})
 
 
+def test_a_bound_that_transformers_computes_is_rounded_down() -> None:
+    key = "stage3_prefetch_bucket_size"
+    for value in (0.9 * 64 * 64, "3686.4"):
+        loaded, notes = load({"train_batch_size": 8, ZERO: {"stage": 3, key: value}})
+        assert (loaded.zero_optimization.stage3_prefetch_bucket_size, notes) == (3686, [])
+    for value in (-0.1, float("inf"), float("nan"), True):
+        with pytest.raises(ConfigError, match=key):
+            load({"train_batch_size": 8, ZERO: {key: value}})
+    with pytest.raises(ConfigError, match="reduce_bucket_size"):
+        load({"train_batch_size": 8, ZERO: {"reduce_bucket_size": 3686.4}})
+
+
 def test_no_number_of_checkpoints_may_be_false() -> None:
     section = "activation_checkpointing"
     loaded, notes = load({"train_batch_size": 8, section: {"number_checkpoints": False}})

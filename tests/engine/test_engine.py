@@ -293,6 +293,25 @@ def test_gradients_can_be_reduced_before_the_step(stage: int) -> None:
     close(weights, oracle(2, steps=1, micros=2, divide=2)["weights"])
 
 
+def as_accelerate_did(stage: int) -> dict[str, Tensor] | None:
+    """accelerate below 1.9: `no_sync` around every micro-batch but the last, `step` in it."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage, gradient_accumulation_steps=2))
+    for step in range(2):
+        told = pytest.warns(UserWarning, match=f"stage {stage} shards every .* all the same")
+        with told if stage >= 2 else nullcontext(), engine.no_sync():
+            engine.backward(engine(batch(engine.group.rank, step, 0)))
+            engine.step()
+        engine.backward(engine(batch(engine.group.rank, step, 1)))
+        engine.step()
+        assert engine.global_steps == step + 1
+    return engine.stage.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_before_the_boundary_changes_no_sum(stage: int) -> None:
+    close(worlds.run(as_accelerate_did, stage, ranks=2)[0], oracle(2, steps=2, micros=2, divide=2)["weights"])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_sync_is_refused_where_gradients_are_sharded(stage: int) -> None:
     engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
