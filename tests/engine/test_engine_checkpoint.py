@@ -236,7 +236,7 @@ def test_client_state_that_could_not_be_loaded_fails_at_the_save(tmp_path: Path)
     engine = start(settings(0))
     train(engine, range(1))
     with pytest.raises(CheckpointError, match="client_state"):
-        engine.save_checkpoint(tmp_path, client_state={"path": tmp_path})
+        engine.save_checkpoint(tmp_path, client_state={"print": print})
     with pytest.raises(CheckpointError, match="client_state is a list: give a dictionary"):
         engine.save_checkpoint(tmp_path, client_state=[1])  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
