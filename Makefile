@@ -40,8 +40,9 @@ $(STAMP): pyproject.toml
 	  { echo "error: $(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install python3-venv) and run make again"; exit 2; }
 	@echo "Installing into $(VENV) (about 3 minutes, once) ..."
 	@$(PYTHON) -m venv $(VENV) || { echo "error: could not create $(VENV): see the line above, then run make again"; exit 2; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 5 -e '.[dev]' > $(VENV)/install.log 2>&1 || \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --retries 5 -e '.[dev]' > $(VENV)/install.log 2>&1 || \
 	  { tail -5 $(VENV)/install.log; echo "error: the installation failed; $(VENV)/install.log has it all. Check the network and disk space, then run make again"; exit 2; }
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python*/site-packages || true  # on every core, where pip uses one; what is for another Python (a file of torch) fails, here as there
 	@touch $@
 
 demo: $(STAMP)
