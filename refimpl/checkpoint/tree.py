@@ -11,19 +11,17 @@ begins with "$", and its inverse is in the same line of the table below; a tenso
 numpy's numbers and arrays go as tensors, dates and times as ISO 8601 has them (a zone is its offset), a defaultdict's
 factory by its name, if it is one of Python's types (`FACTORIES`), an enum's member by its class and name: it comes back
 if whoever reads has the class. So does an object that is its attributes and no more, such as a dataclass or mmengine's
-histories; none of its methods is called. Anything else (a function, a lock, an array of objects) is refused when it is
-saved, under its path: to bring it back one would have to run what the file says, which is what a pickle is.
-DeepSpeed's client_state is pickled.
+histories, and a dictionary of a class of its own, such as yacs' (by_class.py). Anything else (a function, a lock, an
+array of objects) is refused when it is saved, under its path: to bring it back one would have to run what the file
+says, which is what a pickle is. DeepSpeed's client_state is pickled.
 """
 
 import base64
-import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from enum import Enum
-from functools import reduce
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
+from refimpl.checkpoint.by_class import is_plain, member, named, plain_object, with_items
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import NAMES
@@ -78,52 +78,15 @@ def kind_of(value: Any) -> str | None:
         return None
     if isinstance(value, Enum):
         return "$enum" if value.name in type(value).__members__ else None  # flags put together have no name
-    named = next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
-    return named or ("$object" if is_plain(type(value)) else None)
-
-
-def is_plain(kind: type) -> bool:
-    """Whether attributes are all that an object of this class has, and all that it says it keeps."""
-    special = ("__new__", "__del__", "__reduce__", "__reduce_ex__", "__slots__")
-    ordinary = all(getattr(kind, name, None) is getattr(object, name, None) for name in special)
-    has_attributes = kind.__dictoffset__ != 0 and not hasattr(kind, "state_dict")
-    return ordinary and has_attributes and imported(kind.__module__, kind.__qualname__) is kind
+    found = next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
+    if found is None and is_plain(type(value)):
+        return "$mapping" if isinstance(value, dict) else "$object"
+    return found
 
 
 def as_tensor(value: Any) -> list[Tensor]:
     """A number or an array of numpy's, copied, in a list."""
     return [torch.from_numpy(np.array(value, order="C"))]
-
-
-def member(place: list[str]) -> Enum:
-    module, qualname, name = place
-    found = imported(module, qualname)
-    if not (isinstance(found, type) and issubclass(found, Enum) and name in found.__members__):
-        raise unknown(f"{module}.{qualname}.{name}")
-    return found[name]
-
-
-def plain_object(content: list[Any]) -> object:
-    """An object of a class by its attributes."""
-    module, qualname, attributes = content
-    kind = imported(module, qualname)
-    if not (isinstance(kind, type) and is_plain(kind)):
-        raise unknown(f"an object of {module}.{qualname}")
-    made: object = object.__new__(kind)
-    vars(made).update(attributes)
-    return made
-
-
-def imported(module: str, qualname: str) -> Any:
-    """A class that is imported already, else None: nothing is run for a file's sake."""
-    try:
-        return reduce(lambda owner, part: vars(owner)[part], qualname.split("."), sys.modules[module])
-    except (KeyError, TypeError):
-        return None
-
-
-def unknown(what: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint holds {what}, which this program does not have: import its class first")
 
 
 def refused(path: str, what: str, remedy: str) -> CheckpointError:
@@ -176,13 +139,15 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$path": (type(Path()), str, Path),
     "$set": (set, lambda value: sorted(value, key=repr), set),
     "$size": (torch.Size, list, torch.Size),
+    "$version": (TorchVersion, str, TorchVersion),
     "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), dtype_named),
     "$device": (torch.device, str, torch.device),
     "$array": (np.ndarray, as_tensor, lambda items: items[0].numpy()),
     "$number": (np.generic, as_tensor, lambda items: items[0].numpy()[()]),
     "$namespace": (Namespace, lambda value: pairs(vars(value)), lambda items: Namespace(**dict(items))),
     "$enum": (Enum, lambda value: [type(value).__module__, type(value).__qualname__, value.name], member),
-    "$object": (Pair, lambda value: [type(value).__module__, type(value).__qualname__, vars(value)], plain_object),
+    "$object": (Pair, named, plain_object),
+    "$mapping": (Pair, with_items, plain_object),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
 

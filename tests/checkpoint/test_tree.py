@@ -82,6 +82,7 @@ def test_what_json_has_no_word_for() -> None:
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
+        "torch": torch.__version__,
         "$tensor": "a key like our own",
         0: {"$tuple": 1},
     }
@@ -164,6 +165,44 @@ def test_an_object_comes_back_by_its_attributes_and_nothing_is_called() -> None:
     for place in (["colorsys2", "A"], ["os", "path"], [__name__, "Acting"], ["pathlib", "Path"], ["sys", "exit"]):
         with pytest.raises(CheckpointError, match=f"an object of {'.'.join(place)}, which this program does not have"):
             decode({"$object": [*place, {}]}, {}.__getitem__)
+
+
+class Settings(dict[str, Any]):
+    """As yacs' CfgNode: its items are its attributes, and it has attributes of its own besides."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        object.__setattr__(self, "frozen", True)
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AssertionError("called for a file's sake")
+
+    __setitem__ = __setattr__
+
+
+class ItsOwn(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def test_a_dictionary_of_a_class_of_its_own_comes_back_with_its_attributes_and_nothing_is_called() -> None:
+    """InternImage and whoever else descends from Swin save their configuration so."""
+    back = there_and_back({"config": Settings(lr=0.1, of=Settings(size=(3, None)), empty=Settings())})["config"]
+    assert (type(back), type(back.of), type(back.empty)) == (Settings,) * 3
+    assert (back, back.frozen, back.of.frozen) == ({"lr": 0.1, "of": {"size": (3, None)}, "empty": {}}, True, True)
+    own = there_and_back(ItsOwn(lr=0.1, of=ItsOwn(size=3)))
+    own.of.size = 4
+    assert (type(own), own) == (ItsOwn, {"lr": 0.1, "of": {"size": 4}})
+    with pytest.raises(CheckpointError, match=r"x\..*hook: holds builtins\.builtin_function"):
+        encode(Settings(hook=print), "x", {})
+    for kind in ("Settings", "History"):  # the one said to be without items, the other with
+        content = [__name__, kind, {}, *([{}] if kind == "History" else [])]
+        with pytest.raises(CheckpointError, match=f"an object of {__name__}.{kind}, which this program does not have"):
+            decode({"$mapping": content}, {}.__getitem__)
 
 
 @pytest.mark.parametrize("place", [["colorsys2", "K", "A"], ["os", "path", "A"], [__name__, "Model.Kind", "DECODER"]])
