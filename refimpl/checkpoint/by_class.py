@@ -1,4 +1,4 @@
-"""What comes back by the name of its class: a member of an enum, an object that is its attributes, a dict's heir.
+"""What comes back by the name of its class: an enum's member, a named tuple, an object that is its attributes.
 
 The class must be there already when the file is read, nothing is imported for a file's sake, and none of its methods
 is called: an object gets its attributes, a dictionary of a class of its own (yacs' CfgNode, an EasyDict) its items as
@@ -16,10 +16,16 @@ from refimpl.checkpoint.errors import CheckpointError
 def is_plain(kind: type) -> bool:
     """Whether attributes, and items of a dict, are all that an object of this class has and says it keeps."""
     base = dict if issubclass(kind, dict) else object
-    special = ("__new__", "__del__", "__reduce__", "__reduce_ex__", "__slots__")
+    special = ("__new__", "__del__", "__reduce__", "__reduce_ex__")
     ordinary = all(getattr(kind, name, None) is getattr(base, name, None) for name in special)
-    has_attributes = kind.__dictoffset__ != 0 and not hasattr(kind, "state_dict")
+    slots = any(vars(owner).get("__slots__") for owner in kind.__mro__)
+    has_attributes = kind.__dictoffset__ != 0 and not slots and not hasattr(kind, "state_dict")
     return ordinary and has_attributes and imported(kind.__module__, kind.__qualname__) is kind
+
+
+def is_named_tuple(kind: type) -> bool:
+    plain = kind.__base__ is tuple and hasattr(kind, "_fields") and kind.__dictoffset__ == 0
+    return plain and imported(kind.__module__, kind.__qualname__) is kind
 
 
 def named(value: Any) -> list[Any]:
@@ -45,6 +51,15 @@ def plain_object(content: list[Any]) -> object:
         object.__setattr__(made, "__dict__", made)
     else:
         object.__getattribute__(made, "__dict__").update(attributes)
+    return made
+
+
+def named_tuple(content: list[Any]) -> tuple[Any, ...]:
+    module, qualname, *items = content
+    kind = imported(module, qualname)
+    if not (isinstance(kind, type) and is_named_tuple(kind)):
+        raise unknown(f"a {module}.{qualname}")
+    made: tuple[Any, ...] = tuple.__new__(kind, items)
     return made
 
 

@@ -10,10 +10,10 @@ begins with "$", and its inverse is in the same line of the table below; a tenso
 
 numpy's numbers and arrays go as tensors, dates and times as ISO 8601 has them (a zone is its offset), a defaultdict's
 factory by its name, if it is one of Python's types (`FACTORIES`), an enum's member by its class and name: it comes back
-if whoever reads has the class. So does an object that is its attributes and no more, such as a dataclass or mmengine's
-histories, and a dictionary of a class of its own, such as yacs' (by_class.py). Anything else (a function, a lock, an
-array of objects) is refused when it is saved, under its path: to bring it back one would have to run what the file
-says, which is what a pickle is. DeepSpeed's client_state is pickled.
+if whoever reads has the class. So do a named tuple, an object that is its attributes and no more, such as a dataclass
+or mmengine's histories, and a dictionary of a class of its own, such as yacs' (by_class.py). Anything else (a function,
+a lock, an array of objects) is refused when it is saved, under its path: to bring it back one would have to run what
+the file says, which is what a pickle is. DeepSpeed's client_state is pickled.
 """
 
 import base64
@@ -24,6 +24,7 @@ from datetime import date, datetime, time, timedelta
 from enum import Enum
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from refimpl.checkpoint.by_class import is_plain, member, named, plain_object, with_items
+from refimpl.checkpoint.by_class import is_named_tuple, is_plain, member, named, named_tuple, plain_object, with_items
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import NAMES
@@ -64,7 +65,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {name: inner(KINDS[name][1](value), path, tensors)}
     what = f"{kind.__module__}.{kind.__qualname__}"
     remedy = "keep its " + (
-        "state_dict()" if hasattr(value, "state_dict") else "plain value: .tolist(), str(...) or vars(...)"
+        "state_dict()"
+        if hasattr(value, "state_dict")
+        else "plain value: .tolist(), str(...), vars(...) or OmegaConf.to_container(...)"
     )
     raise refused(path, what, remedy)
 
@@ -81,7 +84,7 @@ def kind_of(value: Any) -> str | None:
     found = next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
     if found is None and is_plain(type(value)):
         return "$mapping" if isinstance(value, dict) else "$object"
-    return found
+    return "$named" if found is None and is_named_tuple(type(value)) else found
 
 
 def as_tensor(value: Any) -> list[Tensor]:
@@ -145,9 +148,12 @@ KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$array": (np.ndarray, as_tensor, lambda items: items[0].numpy()),
     "$number": (np.generic, as_tensor, lambda items: items[0].numpy()[()]),
     "$namespace": (Namespace, lambda value: pairs(vars(value)), lambda items: Namespace(**dict(items))),
+    "$simple": (SimpleNamespace, lambda value: pairs(vars(value)), lambda items: SimpleNamespace(**dict(items))),
+    "$range": (range, lambda value: [value.start, value.stop, value.step], lambda items: range(*items)),
     "$enum": (Enum, lambda value: [type(value).__module__, type(value).__qualname__, value.name], member),
     "$object": (Pair, named, plain_object),
     "$mapping": (Pair, with_items, plain_object),
+    "$named": (Pair, lambda value: [type(value).__module__, type(value).__qualname__, *value], named_tuple),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
 

@@ -4,11 +4,12 @@ import inspect
 import json
 import sys
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from datetime import timedelta, timezone
 from enum import Flag, IntEnum
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import hypothesis.strategies as st
@@ -75,6 +76,15 @@ def test_any_tree_comes_back_exactly(value: Any) -> None:
     assert exactly(there_and_back(value), value)
 
 
+class Place(NamedTuple):
+    rank: int
+    at: Any
+
+
+class Scores(UserDict[str, Any]):
+    """Its classes have `__slots__`, and nothing in them."""
+
+
 def test_what_json_has_no_word_for() -> None:
     value = {
         "inf": [float("inf"), -float("inf")],
@@ -83,6 +93,10 @@ def test_what_json_has_no_word_for() -> None:
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
         "torch": torch.__version__,
+        "steps": range(2, 8, 3),
+        "simple": SimpleNamespace(lr=0.1, of=SimpleNamespace()),
+        "scores": Scores({"best": 0.5}),
+        "named": Place(1, (None, Place(2, []))),
         "$tensor": "a key like our own",
         0: {"$tuple": 1},
     }
@@ -199,6 +213,8 @@ def test_a_dictionary_of_a_class_of_its_own_comes_back_with_its_attributes_and_n
     assert (type(own), own) == (ItsOwn, {"lr": 0.1, "of": {"size": 4}})
     with pytest.raises(CheckpointError, match=r"x\..*hook: holds builtins\.builtin_function"):
         encode(Settings(hook=print), "x", {})
+    with pytest.raises(CheckpointError, match=f"a {__name__}.Settings, which this program does not have"):
+        decode({"$named": [__name__, "Settings"]}, {}.__getitem__)
     for kind in ("Settings", "History"):  # the one said to be without items, the other with
         content = [__name__, kind, {}, *([{}] if kind == "History" else [])]
         with pytest.raises(CheckpointError, match=f"an object of {__name__}.{kind}, which this program does not have"):
