@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.schema import DeepSpeedConfig
+from refimpl.engine.sections import Monitors
 
 Event = tuple[str, float, int]  # name, value, step
 
@@ -106,7 +107,7 @@ class Monitor:
     which a run can do without.
     """
 
-    def __init__(self, config: DeepSpeedConfig, rank: int) -> None:
+    def __init__(self, config: DeepSpeedConfig | Monitors, rank: int) -> None:
         self.writers: list[Writer] = []
         if config.tensorboard.enabled and importlib.util.find_spec("tensorboard") is None:  # before ranks part
             raise ConfigError("tensorboard.enabled = True: tensorboard is not installed; pip install tensorboard")

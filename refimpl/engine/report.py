@@ -30,9 +30,8 @@ class Report:
         self.profiler: FlopsProfiler | None = None  # once it has counted
         self._losses: list[Tensor] = []  # this rank's, detached, one a micro-batch
         self._before: dict[str, int] = {}  # bytes by class before the update
-        watched = any(m.enabled for m in (self.config.csv_monitor, self.config.tensorboard, self.config.wandb))
         # Rank 0 writes, and its configuration may be the only one that says so; every rank adds its loss to the mean.
-        self.watched = any(self.group.all_gather_object(watched))
+        self.watched = any(self.group.all_gather_object(self.config.monitor_config.enabled))
         breakdown = self.config.wall_clock_breakdown or self.config.memory_breakdown
         self.every = self.config.steps_per_print or (1 if breakdown else None)
 

@@ -162,6 +162,10 @@ class DeepSpeedConfig(value.Section):
         return self
 
     @property
+    def monitor_config(self) -> section.Monitors:
+        return section.Monitors(tensorboard=self.tensorboard, wandb=self.wandb, csv_monitor=self.csv_monitor)
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the model's parameters are cast to: `data_types.param_dtype`, or as fp16 and bf16 say, or fp32."""
         if self.data_types.param_dtype is not None:

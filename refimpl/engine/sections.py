@@ -388,3 +388,15 @@ class WandB(Section):
     group: str | None = Field(default=None, description="name of the run's group")
     team: str | None = Field(default=None, description="the entity that owns the run")
     project: str = Field(default="deepspeed", description="name of the project")
+
+
+class Monitors(Section):
+    """All places that metrics go to. No section of the file: its parts are, each by itself."""
+
+    tensorboard: TensorBoard = Field(default_factory=TensorBoard, description="metrics for TensorBoard")
+    wandb: WandB = Field(default_factory=WandB, description="metrics for Weights & Biases")
+    csv_monitor: CSVMonitor = Field(default_factory=CSVMonitor, description="metrics as CSV files")
+
+    @property
+    def enabled(self) -> bool:
+        return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled

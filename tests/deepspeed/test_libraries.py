@@ -17,6 +17,11 @@ from torch import Tensor, nn
 
 import refimpl.deepspeed as deepspeed
 from refimpl.deepspeed.accelerator.real_accelerator import get_accelerator
+from refimpl.deepspeed.monitor import monitor
+from refimpl.deepspeed.monitor.config import DeepSpeedMonitorConfig, get_monitor_config
+from refimpl.deepspeed.monitor.csv_monitor import csvMonitor
+from refimpl.deepspeed.monitor.tensorboard import TensorBoardMonitor
+from refimpl.deepspeed.monitor.wandb import WandbMonitor
 from refimpl.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from refimpl.deepspeed.runtime.zero import estimates, offload_states
 from refimpl.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -165,6 +170,28 @@ def test_a_scripts_own_metrics(tmp_path: Path) -> None:
     assert engine.monitor.enabled
     engine.monitor.write_events([("Train/mine", 0.5, 3)])
     assert (tmp_path / "job" / "Train_mine.csv").read_text().split() == ["step,mine", "3,0.5"]
+
+
+def master(folder: str) -> tuple[bool, bool]:
+    config = {"train_batch_size": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    made = monitor.MonitorMaster(deepspeed.DeepSpeedConfig(config).monitor_config)
+    made.write_events([("Train/mine", 0.5, 3)])
+    return made.enabled, made.csv_monitor is None
+
+
+def test_metrics_without_an_engine_as_deepspeeds_tutorial_writes_them(tmp_path: Path) -> None:
+    assert worlds.run(master, f"{tmp_path}", ranks=2) == [(True, False), (True, True)]
+    assert (tmp_path / "job" / "Train_mine.csv").read_text().split() == ["step,mine", "3,0.5"]
+    asked = get_monitor_config({"train_batch_size": 2, "wandb": {"enabled": False, "team": "my_team"}})
+    one = WandbMonitor(asked.wandb)
+    assert (one.enabled, one.team, one.project) == (False, "my_team", DeepSpeedMonitorConfig().wandb.project)
+    assert not monitor.MonitorMaster(asked).enabled
+    with pytest.raises(ConfigError, match="comet"):
+        get_monitor_config({"comet": {"enabled": True}})
+    assert (csvMonitor(asked.csv_monitor).enabled, TensorBoardMonitor(asked.tensorboard).job_name) == (
+        False,
+        "DeepSpeedJobName",
+    )
 
 
 def test_a_path_of_any_kind_is_a_configuration(tmp_path: Path) -> None:
