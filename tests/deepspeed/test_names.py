@@ -1,5 +1,6 @@
 """The small things behind DeepSpeed's names: optimizers, helpers, the accelerator, logging, OnDevice."""
 
+import itertools
 import json
 import logging
 import os
@@ -244,6 +245,48 @@ def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator.manual_seed_all(5)
     assert seeds == [4, 5]
     assert torch.equal(torch.get_rng_state(), before), "the CPU's numbers are not the device's"
+
+
+def test_timers_add_up_what_lies_between_start_and_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ArcticTraining's and DeepSpeed-MII's; the clock says 0, 1, 4, 9, ... seconds."""
+    monkeypatch.setattr(timer, "_now", (n**2 for n in itertools.count()).__next__)
+    timers = timer.SynchronizedWallClockTimer()
+    assert isinstance(timers("step"), timer.SynchronizedWallClockTimer.Timer)
+    for _ in range(2):
+        timers("step").start()
+        timers("step").stop()
+    assert timers("step").mean() == 3000  # of 1 - 0 and 9 - 4 seconds
+    assert timers("step").elapsed(reset=False) == 6000
+    timers.log(["step", "unknown"], normalizer=2, memory_breakdown=True)
+    assert capsys.readouterr().out.startswith("time (ms) | step: 3000.00 | mem_allocated: ")
+    assert timers("step").elapsed() == timers("step").mean() == 0
+    timers("step").start()  # at 16
+    assert timers("step").elapsed() == 9000, "up to 25, and it goes on from 36"
+    timers("step").stop()  # at 49
+    assert timers.get_mean(["step", "unknown"]) == {"step": 13_000_000}
+    with pytest.raises(RuntimeError, match="'step' does not run: call start"):
+        timers("step").stop()
+    timers("step").start()
+    with pytest.raises(RuntimeError, match=r"'step' runs: call stop\(\)"):
+        timers("step").start()
+
+
+def test_calls_are_ranges_in_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    accelerator = type(deepspeed.get_accelerator())
+    monkeypatch.setattr(accelerator, "range_push", lambda _, name: seen.append(name))
+    monkeypatch.setattr(accelerator, "range_pop", lambda _: seen.append("end"))
+
+    @deepspeed.utils.instrument_w_nvtx
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    assert divide(1, b=2) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        divide(1, 0)
+    assert [name.rpartition(".")[2] for name in seen] == ["divide", "end"] * 2
 
 
 def test_what_megatron_imports_before_it_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

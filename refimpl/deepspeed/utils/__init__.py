@@ -3,6 +3,7 @@
 from refimpl.deepspeed.utils import groups
 from refimpl.deepspeed.utils.init_on_device import OnDevice
 from refimpl.deepspeed.utils.logging import log_dist, log_dist_once, logger, set_log_level_from_string
+from refimpl.deepspeed.utils.nvtx import instrument_w_nvtx
 from refimpl.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -34,6 +35,7 @@ __all__ = [
     "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
+    "instrument_w_nvtx",
     "log_dist",
     "log_dist_once",
     "logger",
