@@ -500,7 +500,8 @@ class Pool(nn.Module):
         self.positions, self.inner = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, real: bool) -> Tensor:
-        return self.inner(x) @ self.positions if real else self.inner(x @ self.positions)
+        y: Tensor = self.inner(x) @ self.positions if real else self.inner(x @ self.positions)
+        return y
 
 
 def pooled(stage_class: type[Stage], config: ZeroConfig, real: bool) -> list[Tensor]:
