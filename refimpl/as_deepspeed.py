@@ -30,6 +30,7 @@ WITHIN = {
     "deepspeed.comm": ["comm"],
     "deepspeed.ops.adagrad": ["cpu_adagrad"],
     "deepspeed.ops.adam": ["cpu_adam", "fused_adam", "multi_tensor_apply"],
+    "deepspeed.ops.deepspeed4science": ["evoformer_attn"],
     "deepspeed.ops.lamb": ["fused_lamb"],
     "deepspeed.ops.lion": ["cpu_lion", "fused_lion"],
     "deepspeed.ops.op_builder": ["all_ops", "builder"],

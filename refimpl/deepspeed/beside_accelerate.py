@@ -14,6 +14,6 @@ def tell() -> None:
         warnings.warn(
             f"accelerate counts {known} process where {size} ranks train: each reads all of the data, and takes itself "
             'for the main process. Without a GPU name a backend to it: InitProcessGroupKwargs(backend="gloo") among '
-            'the kwargs_handlers of Accelerator, or ddp_backend="gloo" of TrainingArguments',
+            "the kwargs_handlers of Accelerator, or use_cpu=True of TrainingArguments",
             stacklevel=3,
         )

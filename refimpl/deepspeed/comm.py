@@ -8,6 +8,7 @@ DeepSpeed: deepspeed/comm/comm.py and deepspeed/comm/torch.py.
 
 import functools
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,6 +33,7 @@ from refimpl.ranks import environment
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 
+comm = sys.modules[__name__]  # `deepspeed.comm.comm` is a file there; OpenFold asks it by attribute
 comms_logger = CommsLogger()  # the functions here take no object that could hold it
 _timed = functools.partial(timed_op, comms_logger)
 

@@ -130,8 +130,8 @@ class RollCall:
             error = RankDivergence(
                 f"the ranks take different paths through the model. {ranks}. ZeRO-3 needs every rank to run the same "
                 "modules in the same order: make the branch depend on something that is equal on all ranks, or, where "
-                "tokens choose their experts, have the module around these gathered whole: ZeroConfig.leaf_modules, "
-                "deepspeed.utils.set_z3_leaf_modules",
+                "tokens choose their experts, or gradients of a module come in another order, have the module around "
+                "these gathered whole: ZeroConfig.leaf_modules, deepspeed.utils.set_z3_leaf_modules",
                 out_of_step=len({standing.begun for standing in standings}) > 1,
             )
             if error.out_of_step:

@@ -16,6 +16,7 @@ assert sum(type(finder).__name__ == "Finder" for finder in sys.meta_path) == 1
 assert importlib.util.find_spec("deepspeed") is not None
 import deepspeed, deepspeed.comm as dist
 from deepspeed import comm
+assert comm.comm is comm and deepspeed.comm.comm.is_initialized()  # as OpenFold asks, without an import
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 import refimpl.deepspeed.runtime.zero.partition_parameters as ours
@@ -26,6 +27,7 @@ import deepspeed.ops.adam.fused_adam, deepspeed.ops.adam.cpu_adam
 from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
 import deepspeed.ops.lion.cpu_lion, deepspeed.ops.lamb.fused_lamb
 import deepspeed.ops.adagrad.cpu_adagrad
+from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 from deepspeed.ops.op_builder.builder import OpBuilder
 assert not OpBuilder.is_rocm_pytorch()
 from deepspeed.ops.adam.fused_adam import FusedAdam as again

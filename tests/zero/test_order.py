@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from worlds import NEAR
@@ -488,6 +489,47 @@ def part_and_go_on() -> list[str]:
 def test_nothing_hangs_after_ranks_have_parted() -> None:
     for said in run(part_and_go_on, ranks=2):
         assert len(set(said)) == 1
+
+
+class Pool(nn.Module):
+    """As in Qwen-VL's pool of a picture: with a real one the positions' gradient comes first, with a blank one last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions, self.inner = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, real: bool) -> Tensor:
+        y: Tensor = self.inner(x) @ self.positions if real else self.inner(x @ self.positions)
+        return y
+
+
+def pooled(stage_class: type[Stage], config: ZeroConfig, real: bool) -> list[Tensor]:
+    model, group = nn.Sequential(Pool()), Group(dist.new_group())
+    group.patience.stall = group.patience.again = 0.05
+    stage = stage_class(model, torch.optim.AdamW(model.parameters(), lr=1e-3), group, config)
+    for _ in range(2):
+        loss = model[0](torch.ones(2, 8), real).square().mean()
+        stage.backward(loss)
+        stage.step()
+    with GatheredParameters(list(model.parameters())):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def gradients_in_another_order() -> tuple[str, bool]:
+    """What is said where ranks' gradients come in different orders; whether a leaf then has ZeRO-2's bits."""
+    real = dist.get_rank() == 0
+    with pytest.raises(RankDivergence) as told:
+        pooled(Zero3, ZeroConfig(), real)
+    leaf = pooled(Zero3, ZeroConfig(leaf_modules=(Pool,)), real)
+    return str(told.value), all(map(torch.equal, leaf, pooled(Zero2, ZeroConfig(), real)))
+
+
+def test_a_leaf_takes_gradients_that_come_in_another_order() -> None:
+    for said, same in worlds.run(gradients_in_another_order, ranks=2):
+        assert "rank 0: backward of 0; rank 1: backward of 0.inner" in said
+        assert "gradients of a module come in another order, have the module around these gathered whole" in said
+        assert same
 
 
 def part_uncaught(after: int) -> None:

@@ -43,7 +43,7 @@ ALL_OPS: dict[str, type[OpBuilder]] = {
         ("FusedLambBuilder", "fused_lamb", OPS + "lamb"),
         ("FusedLionBuilder", "fused_lion", OPS + "lion"),
         ("SparseAttnBuilder", "sparse_attn", OPS + "sparse_attention"),
-        ("EvoformerAttnBuilder", "evoformer_attn", ""),
+        ("EvoformerAttnBuilder", "evoformer_attn", OPS + "deepspeed4science"),
         ("FPQuantizerBuilder", "fp_quantizer", ""),
         ("GDSBuilder", "gds", ""),
         ("InferenceBuilder", "transformer_inference", ""),
