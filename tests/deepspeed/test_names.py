@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import random
 import sys
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from refimpl.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from refimpl.deepspeed.runtime import config as constants
 from refimpl.deepspeed.runtime import config_utils, utils
 from refimpl.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from refimpl.deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from refimpl.deepspeed.runtime.fp16.loss_scaler import LossScaler
 from refimpl.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -39,6 +41,7 @@ from refimpl.deepspeed.runtime.zero.config import ZeroStageEnum
 from refimpl.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refimpl.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from refimpl.deepspeed.utils import timer
+from refimpl.deepspeed.utils.logging import print_dist
 from refimpl.deepspeed.utils.torch import required_torch_version
 from refimpl.optim.lion import Lion
 
@@ -273,6 +276,21 @@ def test_timers_add_up_what_lies_between_start_and_stop(
         timers("step").start()
 
 
+def test_files_that_a_script_writes_by_itself(tmp_path: Path) -> None:
+    """ArcticTraining's experts; what would run at a load is refused."""
+    files = TorchCheckpointEngine()
+    info = CheckpointCommitInfo(tag="a", save_dir=f"{tmp_path}", save_latest=True)
+    files.create(info)
+    files.makedirs(f"{tmp_path / 'a'}", exist_ok=True)
+    files.save({"w": torch.arange(3.0), "step": 2}, f"{tmp_path / 'a' / 'w.pt'}")
+    back = files.load(f"{tmp_path / 'a' / 'w.pt'}", map_location="cpu")
+    assert files.commit(info)
+    assert (back["w"].tolist(), back["step"]) == ([0, 1, 2], 2)
+    torch.save(SimpleNamespace(), tmp_path / "b.pt")
+    with pytest.raises(pickle.UnpicklingError, match="SimpleNamespace"):
+        files.load(f"{tmp_path / 'b.pt'}")
+
+
 def test_calls_are_ranges_in_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     accelerator = type(deepspeed.get_accelerator())
@@ -360,6 +378,7 @@ def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     level = logger.level
     try:
         deepspeed.utils.log_dist("too quiet", ranks=[0])
+        print_dist("at any level", ranks=[0])
         deepspeed.utils.set_log_level_from_string("info")
         deepspeed.utils.log_dist("heard", ranks=[0])
         logger.warning_once("once")
@@ -371,7 +390,7 @@ def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         logger.setLevel(level)
     said = capsys.readouterr().out
     assert "too quiet" not in said
-    assert [said.count(text) for text in ("heard", " once\n", "also once")] == [1, 2, 1]
+    assert [said.count(text) for text in ("heard", " once\n", "also once", "at any level")] == [1, 2, 1, 1]
     assert said.count(f"DeepSpeed info: version={deepspeed.__version__}, ") == 1  # transformers' tests look for it
     with pytest.raises(ValueError, match="loud"):
         deepspeed.utils.set_log_level_from_string("loud")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import refimpl
 import refimpl.deepspeed as deepspeed
+from refimpl.deepspeed.runtime.engine import autocast_if_enabled
 from refimpl.engine.config import load_config
 from refimpl.engine.keys import ConfigError, ConfigWarning
 
@@ -157,3 +158,12 @@ def piped() -> None:
 
 def test_not_in_a_pipeline() -> None:
     worlds.run(piped, ranks=1)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_loss_that_does_not_go_through_the_engine(enabled: bool) -> None:
+    """As ArcticTraining computes it."""
+    engine, *_ = deepspeed.initialize(model=Net(), config=config(2, "bfloat16", torch_autocast={"enabled": enabled}))
+    with autocast_if_enabled(engine):
+        engine.module(rows(0, 0))
+    assert engine.module.seen == [torch.bfloat16 if enabled else torch.float32]

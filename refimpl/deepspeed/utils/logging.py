@@ -50,9 +50,20 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
     As in DeepSpeed: before anything is joined always; afterwards only on the ranks that are named.
     """
+    if (line := _said(message, ranks)) is not None:
+        logger.log(level, line)
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print, whatever the logger's level, where `log_dist` would log."""
+    if (line := _said(message, ranks)) is not None:
+        print(line, flush=True)
+
+
+def _said(message: str, ranks: Sequence[int] | None) -> str | None:
     rank = dist.get_rank() if dist.is_initialized() else -1
-    if rank == -1 or (ranks and (ranks[0] == -1 or rank in ranks)):
-        logger.log(level, f"[Rank {rank}] {message}")
+    here = rank == -1 or (ranks and (ranks[0] == -1 or rank in ranks))
+    return f"[Rank {rank}] {message}" if here else None
 
 
 @functools.cache
