@@ -24,7 +24,7 @@ def is_plain(kind: type) -> bool:
 
 
 def is_named_tuple(kind: type) -> bool:
-    plain = kind.__base__ is tuple and hasattr(kind, "_fields") and kind.__dictoffset__ == 0
+    plain = issubclass(kind, tuple) and hasattr(kind, "_fields") and kind.__dictoffset__ == 0
     return plain and imported(kind.__module__, kind.__qualname__) is kind
 
 

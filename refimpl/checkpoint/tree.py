@@ -66,7 +66,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     what = f"{kind.__module__}.{kind.__qualname__}"
     remedy = "keep its " + (
         "state_dict()"
-        if hasattr(value, "state_dict")
+        if hasattr(kind, "state_dict")
         else "plain value: .tolist(), str(...), vars(...) or OmegaConf.to_container(...)"
     )
     raise refused(path, what, remedy)

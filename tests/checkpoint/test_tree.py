@@ -81,6 +81,12 @@ class Place(NamedTuple):
     at: Any
 
 
+class Slot(Place):
+    """With methods of its own, say."""
+
+    __slots__ = ()
+
+
 class Scores(UserDict[str, Any]):
     """Its classes have `__slots__`, and nothing in them."""
 
@@ -96,7 +102,7 @@ def test_what_json_has_no_word_for() -> None:
         "steps": range(2, 8, 3),
         "simple": SimpleNamespace(lr=0.1, of=SimpleNamespace()),
         "scores": Scores({"best": 0.5}),
-        "named": Place(1, (None, Place(2, []))),
+        "named": Place(1, (None, Slot(2, []))),
         "$tensor": "a key like our own",
         0: {"$tuple": 1},
     }
@@ -213,6 +219,9 @@ def test_a_dictionary_of_a_class_of_its_own_comes_back_with_its_attributes_and_n
     assert (type(own), own) == (ItsOwn, {"lr": 0.1, "of": {"size": 4}})
     with pytest.raises(CheckpointError, match=r"x\..*hook: holds builtins\.builtin_function"):
         encode(Settings(hook=print), "x", {})
+    nowhere = type("Nowhere", (dict,), {"__getattr__": dict.__getitem__})()  # not even asked for a state_dict
+    with pytest.raises(CheckpointError, match=r"x: holds .*Nowhere;.*\.tolist\(\)"):
+        encode(nowhere, "x", {})
     with pytest.raises(CheckpointError, match=f"a {__name__}.Settings, which this program does not have"):
         decode({"$named": [__name__, "Settings"]}, {}.__getitem__)
     for kind in ("Settings", "History"):  # the one said to be without items, the other with
