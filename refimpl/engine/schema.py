@@ -163,6 +163,7 @@ class DeepSpeedConfig(value.Section):
 
     @property
     def monitor_config(self) -> section.Monitors:
+        """The three sections of metrics, under the name by which DeepSpeed's scripts ask for them."""
         return section.Monitors(tensorboard=self.tensorboard, wandb=self.wandb, csv_monitor=self.csv_monitor)
 
     @property
