@@ -78,8 +78,10 @@ def trainable(model: nn.Module, parameters: Parameters | None, is_stage: bool = 
                 kind = type(tensor).__name__
                 raise ValueError(f"model_parameters: group {number} has a {kind}, no tensor: pass model.parameters()")
             if tensor not in known:
-                shape = tuple(tensor.shape)
-                raise ValueError(f"model_parameters: group {number} has a tensor {shape} that `model` does not have")
+                raise ValueError(
+                    f"model_parameters: group {number} has a tensor {tuple(tensor.shape)} that `model` does not have: "
+                    "give its own alone, or hand over as model one nn.ModuleList of both modules"
+                )
         group["params"] = tensors
     if not is_stage and parameters is not None and not any(group["params"] for group in groups):
         raise ValueError("model_parameters: empty: an iterator that was used up before? Pass list(model.parameters())")

@@ -238,7 +238,7 @@ def test_model_parameters_as_tensors_or_groups() -> None:
 
     model = Net()
     assert start(model, model_parameters=model.parameters()).get_lr() == [0.5]
-    with pytest.raises(ValueError, match="group 0 has a tensor"):
+    with pytest.raises(ValueError, match=r"group 0 has a tensor .* its own alone, or .* one nn.ModuleList of both"):
         start(Net(), model_parameters=model.parameters())
     with pytest.raises(ValueError, match="nothing to train"):
         start(Net().requires_grad_(False))
