@@ -115,7 +115,7 @@ def test_sparse_backward(answer: Answer, group: WatchedGroup) -> None:
         right = [x.float() for x in torch.autograd.grad(out, leaves, g.double())]
         out, lse = out.detach().float(), lse.detach().float()
         read = layout.tril() if causal else layout
-        with untouched(q=q, k=k, v=v, out=out, lse=lse, out_grad=g), Work() as work:
+        with untouched(q=q, k=k, v=v, out=out, lse=lse, out_grad=g, layout=layout), Work() as work:
             found = answer.sparse_backward(q, k, v, out, lse, g, layout, causal)
         require(isinstance(found, tuple) and len(found) == 3, "return (dq, dk, dv)")
         p = torch.where(mask, (q @ k.T / width**0.5 - lse[:, None]).exp(), 0)
