@@ -149,7 +149,10 @@ def judge_loss(
     assert part.grad is not None
     gradient, some = part.grad, truth
     atol, scale = (3e-4 if logits.dtype == torch.bfloat16 else 1e-6), n / int(counts.sum())
+    strangers, elsewhere = truth.clone(), counts & ((targets < first) | (targets >= stop))
+    strangers[elsewhere, 0] -= 3 / counts.sum()
     known = {
+        "a rank that has not got the target takes 1 off another logit, where it should take nothing": strangers,
         "it is not multiplied by the gradient that arrives": truth / 3,
         "divided by all rows, not by those that count": truth / scale,
         "rows that do not count have one": some + uncounted(whole, counts, first, stop),
