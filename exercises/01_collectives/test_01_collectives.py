@@ -169,6 +169,7 @@ def test_fit_alpha_beta(answer: Answer, group: WatchedGroup) -> None:
             rounded = not shake and math.isclose(found[1], best[1], rel_tol=1e-2)
             known = {
                 "it is the other one: return (alpha, beta)": best[0] if name == "beta" else best[1],
+                "it is bytes a second: beta is seconds a byte": 1 / best[1] if name == "beta" else best[0],
                 "it is the slope of a line through the origin: a message of 0 bytes costs alpha": slope,
                 "it is the slope between two points: least squares uses them all": ends,
                 "a line may cross the axis below 0: return what fits best": 0.0,
