@@ -195,7 +195,7 @@ def parameters(rank: int, seed: int, missing: bool) -> list[nn.Parameter]:
         p.grad = numbers(*shape, seed=seed + 10 * rank + i, dtype=dtype)
         if i == 0:
             p.grad = p.grad.t().contiguous().t()
-        if i == 2 and missing:
+        if i and missing:
             p.grad = None
         found.append(p)
     frozen = nn.Parameter(torch.zeros(12), requires_grad=False)
