@@ -34,7 +34,8 @@ def test_vocab_embedding(answer: Answer, group: WatchedGroup) -> None:
         if bad:
             last = runs(V, group.size)[-1][0]
             table[last], ids[ids == last] = torch.inf, 10
-        grad, whole = numbers(2, 5, C, seed=2, dtype=dtype), table.clone().requires_grad_()
+            ids = ids.flatten()  # of any shape
+        grad, whole = numbers(*ids.shape, C, seed=2, dtype=dtype), table.clone().requires_grad_()
         expected = F.embedding(ids, whole)
         expected.backward(grad)
         part, fresh = table[first:stop].clone().requires_grad_(), group.fresh()
