@@ -10,7 +10,8 @@ of ranks N; a rank keeps 1/N of its mean over ranks, the shard [S].
     group.all_reduce(x, "sum")                                   # in place
 
 An async work is done after work.wait(); until then neither x nor out may be touched. A
-parameter whose `.grad` is None was not used by this rank; its gradient counts as zero.
+parameter whose `.grad` is None was not used by this rank; its gradient counts as zero. A
+gradient need not be contiguous.
 Strategies are called "ddp", "zero1" and "zero2".
 """
 

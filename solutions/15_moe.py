@@ -266,7 +266,7 @@ HINTS = {
     "top_k_gate": [
         "logits.float() first: a softmax in bf16 has 8 bits. Then which experts, then their probabilities.",
         "argsort(dim=1, descending=True, stable=True)[:, :k] keeps equal ones in order; gather the probabilities.",
-        "Divide by the sum only if k > 1, out of place: autograd needs what was there.",
+        "Divide by the sum only if k > 1: where there is one weight, that would make a 1 of it.",
     ],
     "biased_gate": [
         "Two tensors: what is chosen by, scores + bias, and what is weighted with, scores.",

@@ -13,6 +13,7 @@ from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, one_at_a_time, same_traffic, starts
 
 F32, BF16 = torch.float32, torch.bfloat16
+OVERWRITTEN = "the next call overwrites this one's result: it must have memory of its own"
 SIZES = ((5, F32), (1, F32), (3, BF16), (2, torch.int64))
 
 
@@ -51,7 +52,7 @@ def test_ring_reduce_scatter(answer: Answer, group: WatchedGroup) -> None:
     kept.judge(found.nbytes, "ring_reduce_scatter", "the result alone may stay; where is what has arrived?")
     before = found.clone()
     answer.ring_reduce_scatter(group.fresh(), 2 * x)
-    require(torch.equal(found, before), "the next call overwrites this one's result: it must have memory of its own")
+    require(torch.equal(found, before), OVERWRITTEN)
 
 
 @on_ranks(2, 3, 4)
@@ -73,6 +74,9 @@ def test_ring_all_gather(answer: Answer, group: WatchedGroup) -> None:
         equal(found, expected, "the gathered tensor", known=known)
         judge_ring(watched, oracle, "ring_all_gather", dtype)
         own_memory(found, "the result", "make it N chunks long, and no longer")
+        before = found.clone()
+    answer.ring_all_gather(group.fresh(), 2 * x + 1)
+    require(torch.equal(found, before), OVERWRITTEN)
 
 
 @on_ranks(2, 3, 4, 5)
@@ -169,6 +173,7 @@ def test_fit_alpha_beta(answer: Answer, group: WatchedGroup) -> None:
             rounded = not shake and math.isclose(found[1], best[1], rel_tol=1e-2)
             known = {
                 "it is the other one: return (alpha, beta)": best[0] if name == "beta" else best[1],
+                "it is bytes a second: beta is seconds a byte": 1 / best[1] if name == "beta" else best[0],
                 "it is the slope of a line through the origin: a message of 0 bytes costs alpha": slope,
                 "it is the slope between two points: least squares uses them all": ends,
                 "a line may cross the axis below 0: return what fits best": 0.0,

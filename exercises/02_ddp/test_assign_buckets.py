@@ -25,7 +25,8 @@ def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
     ):
         case(f"sizes {sizes}, limit {limit}" + (f", numbers {frozen} frozen" if frozen else ""))
         dtype = torch.bfloat16 if frozen else torch.float32
-        params = [nn.Parameter(torch.zeros(n, dtype=dtype), requires_grad=i not in frozen) for i, n in enumerate(sizes)]
+        shapes = [(1, n) if i % 2 else (n,) for i, n in enumerate(sizes)]
+        params = [nn.Parameter(torch.zeros(s, dtype=dtype), i not in frozen) for i, s in enumerate(shapes)]
         number = {p: i for i, p in enumerate(params)}
         trained = {p: 0 for p in params if p.requires_grad}
         expected = [[number[p] for p in b] for b in cut_into_buckets(list(trained), trained, limit)]

@@ -30,7 +30,7 @@ LIMIT = 40
 
 
 class Net(nn.Module):
-    """Odd sizes, a tied weight, a frozen layer, and a layer that only some ranks use."""
+    """Odd sizes, a tied weight, one that lies transposed, a frozen layer, and a layer that only some ranks use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +39,7 @@ class Net(nn.Module):
         self.frozen = nn.Linear(5, 5).requires_grad_(False)
         self.spare = nn.Linear(5, 5)
         self.middle = nn.Linear(5, 5)
+        self.middle.weight.data = self.middle.weight.data.t().contiguous().t()  # and so does its gradient
         self.outer = nn.Linear(5, FEATURES, bias=False)
         self.head = nn.Linear(5, FEATURES)
         self.head.weight = self.outer.weight

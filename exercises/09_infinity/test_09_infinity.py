@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import warnings
@@ -198,12 +199,14 @@ def judge_short_writes(answer: Answer) -> None:
 def judge_order(answer: Answer) -> None:
     """For the power that fails: no kill shows it. Files are told by their inodes, which a rename keeps."""
     case("what is on the disk when the power fails")
-    events: list[tuple[str, int, int]] = []  # what happened, to which inode, of how many bytes then
+    events: list[tuple[str, int, int]] = []  # what happened, to which inode, of how many bytes, or names, then
     real = {name: getattr(os, name) for name in ("fsync", "fdatasync", "rename", "replace") if hasattr(os, name)}
 
     def fsync(handle: Any) -> None:
-        about = os.fstat(handle if isinstance(handle, int) else handle.fileno())
-        events.append(("flushed", about.st_ino, about.st_size))
+        descriptor = handle if isinstance(handle, int) else handle.fileno()
+        about = os.fstat(descriptor)
+        size = len(os.listdir(descriptor)) if stat.S_ISDIR(about.st_mode) else about.st_size
+        events.append(("flushed", about.st_ino, size))
         real["fsync"](handle)
 
     def renaming(name: str) -> Callable[..., None]:
@@ -249,6 +252,8 @@ def flushed_before_named(root: Path, events: list[tuple[str, int, int]]) -> None
     require(
         when("flushed", tag) < named, "the new folder itself, its list of names, is not flushed before it gets its name"
     )
+    early = "the new folder is flushed before all of its files are in it: their names may be lost when it has its own"
+    require(when("flushed", tag, size=len(list(tag.iterdir()))) < named, early)
     pointed = when("named", latest)
     require(pointed < len(events), "root/latest was not put there by a rename: it can be found half written")
     require(named < pointed, "root/latest names the folder before the folder has its name")

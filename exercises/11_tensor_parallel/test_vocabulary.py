@@ -34,7 +34,8 @@ def test_vocab_embedding(answer: Answer, group: WatchedGroup) -> None:
         if bad:
             last = runs(V, group.size)[-1][0]
             table[last], ids[ids == last] = torch.inf, 10
-        grad, whole = numbers(2, 5, C, seed=2, dtype=dtype), table.clone().requires_grad_()
+            ids = ids.flatten()  # of any shape
+        grad, whole = numbers(*ids.shape, C, seed=2, dtype=dtype), table.clone().requires_grad_()
         expected = F.embedding(ids, whole)
         expected.backward(grad)
         part, fresh = table[first:stop].clone().requires_grad_(), group.fresh()
@@ -149,7 +150,10 @@ def judge_loss(
     assert part.grad is not None
     gradient, some = part.grad, truth
     atol, scale = (3e-4 if logits.dtype == torch.bfloat16 else 1e-6), n / int(counts.sum())
+    strangers, elsewhere = truth.clone(), counts & ((targets < first) | (targets >= stop))
+    strangers[elsewhere, 0] -= 3 / counts.sum()
     known = {
+        "a rank that has not got the target takes 1 off another logit, where it should take nothing": strangers,
         "it is not multiplied by the gradient that arrives": truth / 3,
         "divided by all rows, not by those that count": truth / scale,
         "rows that do not count have one": some + uncounted(whole, counts, first, stop),

@@ -57,16 +57,15 @@ def judge_merged(answer: Answer, one: Any, other: Any, parts: list[Any]) -> None
     shares = [(x - lse).exp().nan_to_num(0.0)[..., None] for x in (la, lb)]
     out = shares[0] * a + shares[1] * b
     blind = la.isneginf() | lb.isneginf()
+    large = "exp of a large lse overflows: subtract first"
     for what, x, nothing in (("out", found[0], blind[..., None]), ("lse", found[1], blind)):
         if isinstance(x, Tensor) and bool((nan := x.isnan()).any()):
             subtracted = bool((nan & nothing).any()) and not bool((nan & ~nothing).any())
-            why = (
-                "-inf - -inf, where a query sees nothing"
-                if subtracted
-                else "exp of a large lse overflows: subtract first"
-            )
-            raise Wrong(f"{what} is NaN: {why}")
+            raise Wrong(f"{what} is NaN: {'-inf - -inf, where a query sees nothing' if subtracted else large}")
+        require(not isinstance(x, Tensor) or not bool(x.isposinf().any()), f"{what} is infinite: {large}")
+    alone = "the larger lse alone: exp(lse) of both must be added"
     known = {
+        alone: out * (lse - torch.maximum(la, lb)).exp().nan_to_num(0.0)[..., None],
         "the mean of the two outs: a set with larger scores weighs more": (a + b) / 2,
         "weighted by lse itself, not by exp(lse)": (la[..., None] * a + lb[..., None] * b) / (la + lb)[..., None],
         "the sum of the weighted outs, not divided": a * la.exp()[..., None] + b * lb.exp()[..., None],
@@ -74,8 +73,7 @@ def judge_merged(answer: Answer, one: Any, other: Any, parts: list[Any]) -> None
         "the outs are added up: each is divided by its own sum already": a + b,
     }
     equal(found[0], out.float(), "out", known={k: v.float().nan_to_num() for k, v in known.items()}, rtol=1e-4)
-    largest = {"the larger lse alone: exp(lse) of both must be added": torch.maximum(la, lb).float()}
-    equal(found[1], lse.float(), "lse", known=largest, rtol=1e-5)
+    equal(found[1], lse.float(), "lse", known={alone: torch.maximum(la, lb).float()}, rtol=1e-5)
 
 
 @on_ranks(1)
@@ -126,8 +124,12 @@ def test_context_batch(answer: Answer, group: WatchedGroup) -> None:
         padding = at < 0
         inputs = torch.where(padding, 0, tokens[:, at])
         targets = torch.where(padding | (at == 7), IGNORED, tokens[:, (at + 1) % 8])
-        last = {"padding is the sequence's last token: index -1 counts from the end": tokens[:, at]}
-        equal(found[0], inputs, "inputs", known=last)
+        given = [x if isinstance(x, Tensor) and x.shape == inputs.shape else inputs for x in found]
+        known = {
+            "padding is the sequence's last token: index -1 counts from the end": tokens[:, at],
+            "at padding it is 0": torch.where(padding, given[0], inputs),
+        }
+        equal(found[0], inputs, "inputs", known=known)
         cut = torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], IGNORED)], 1)
         known = {
             "the sequence's last token is its own target: it has none": tokens[:, (at + 1).clamp(max=7)].masked_fill(
@@ -138,11 +140,10 @@ def test_context_batch(answer: Answer, group: WatchedGroup) -> None:
                 inputs == 0, IGNORED, targets
             ),
             "the targets are the inputs: nothing is shifted": inputs,
-            "the sequence's last token has no target, and yet there is one": torch.where(
-                padding, IGNORED, tokens[:, (at + 1) % 8]
-            ),
-            "padding has a target: it must not count in the loss": torch.where(
-                at == 7, IGNORED, tokens[:, (at + 1) % 8]
+            "the sequence's last token has no target, and yet there is one": torch.where(at == 7, given[1], targets),
+            "padding has a target: it must not count in the loss": torch.where(padding, given[1], targets),
+            "a token has none, and another follows it: in the sequence, if not on this rank": torch.where(
+                given[1] == IGNORED, IGNORED, targets
             ),
         }
         equal(found[1], targets, "targets", known={k: t for k, t in known.items() if not torch.equal(t, targets)})

@@ -96,8 +96,12 @@ def judge_groups(found: Any, expected: list[list[int]], known: dict[str, list[li
 @on_ranks(2, 3)
 def test_token_weight(answer: Answer, group: WatchedGroup) -> None:
     everyone = {
-        "one micro-batch each, unequally many tokens": [[[1]], [[3]], [[8]]],
-        "several micro-batches; rank 1 has only ignored ones": [[[2, 1], [5]], [[0], [0]], [[1], [1, 1], [4]]],
+        "one micro-batch each, unequally many tokens": [[[2]], [[3]], [[8]]],
+        "several micro-batches; rank 1 has only ignored ones": [
+            [[2, 1], [5], [1]],
+            [[0], [0], [0]],
+            [[1], [1, 1], [4]],
+        ],
         "rank 0 has no micro-batch": [[], [[2], [7]], [[3]]],
         "no token counts anywhere": [[[0]], [[0, 0]], []],
         "fewer tokens than ranks": [[[1]], [[0]], []],
@@ -150,6 +154,7 @@ def judge_weight(found: float, counts: list[list[list[int]]], rank: int) -> None
     known = {
         "this rank's own tokens divide: a token on a rank with few weighs more": ranks / max(1, own),
         "fewer tokens than ranks count as one a rank: ask only if there is any": ranks / max(ranks, tokens),
+        "upside down: the tokens divide, and the ranks multiply": tokens / ranks,
         "gradients are averaged over ranks: without the factor N each token weighs 1/N of it": 1 / tokens,
         "ignored targets are counted too": ranks / sum(t.numel() for t in every),
         "multiplied by the number of this rank's micro-batches: their gradients add up": ranks * micro / tokens,

@@ -190,6 +190,7 @@ def test_rms_norm_kernel(answer: Answer, group: WatchedGroup) -> None:
 
         known = {
             "the mean is over BLOCK lanes, not over cols": normed((mean * cols / block + eps).rsqrt()),
+            "the squares are added up, and not divided by cols": normed((mean * cols + eps).rsqrt()),
             "eps belongs under the root, added to the mean": normed(1 / (mean.sqrt() + eps)),
             "eps is missing": normed(mean.rsqrt()),
             "eps is added to the mean as it is, not `cols` times": normed((mean + eps * cols).rsqrt()),

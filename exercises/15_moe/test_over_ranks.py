@@ -30,7 +30,7 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
     loads = {
         "one expert has the mean of all ranks": [[5 + r, 1, 3, 3 - r] for r in range(n)],
         "what one rank has too much another has too little": [
-            [9, 1, 5, 5] if r else [1 + 8 * n, 9, 5, 5] for r in range(n)
+            [1, 9, 5, 5] if r else [9 + 8 * n, 1, 5, 5] for r in range(n)
         ],
         "all even": [[2, 2, 2, 2]] * n,
         "one expert gets all": [[0, 0, 7, 0]] * n,
@@ -46,8 +46,12 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
         with untouched(counts=mine):
             answer.rebalance(bias, mine, 0.125, watched)
         less = (total.sum() - 4 * total).sign().float()
+        votes = torch.stack([(sum(each) - 4 * torch.tensor(each)).sign() for each in counts]).sum(0)
         known = {
             "by this rank's tokens alone: the ranks' biases drift apart": start + 0.125 * local.sign().float(),
+            "each rank compares and has a vote, however few its tokens: add up the counts, then compare": (
+                start + 0.125 * votes.sign()
+            ),
             "the wrong way: an expert with too much is raised": start - 0.125 * less,
             "the mean is rounded down: compare with E times each": start + 0.125 * (total.sum() // 4 - total).sign(),
             "by the share that is missing: it is `rate`, up or down": (
@@ -135,7 +139,7 @@ def judge_balance(answer: Answer, group: WatchedGroup, every: list[Tensor], chos
     counts = torch.cat(chosen).flatten().bincount(minlength=E)
     own = experts.flatten().bincount(minlength=E)
     mean = truth.float().softmax(1).sum(0) / T
-    low = truth.detach().softmax(1).float().sum(0) / T
+    low = truth.detach().softmax(1)
     likeliest = torch.cat(every).argmax(1).bincount(minlength=E)
     expected = E * (counts / max(int(counts.sum()), 1) * mean).sum()
     value = expected.detach()
@@ -155,8 +159,11 @@ def judge_balance(answer: Answer, group: WatchedGroup, every: list[Tensor], chos
         "f counts each token's likeliest expert: count all its routes, as `experts` says": (
             E * (likeliest / max(int(likeliest.sum()), 1) * mean_here).sum()
         ),
-        "the softmax is in bf16: 8 bits are too few for a gate": E * (counts / max(int(counts.sum()), 1) * low).sum(),
     }
+    for end, sums in (("", low.float().sum(0)), (".", low.sum(0))):
+        known[f"the softmax is in bf16: 8 bits are too few for a gate{end}"] = (
+            E * (counts / max(int(counts.sum()), 1) * sums / T).sum()
+        )
     if isinstance(found, Tensor) and not bool(found.detach().isfinite().all()):
         raise Wrong(f"the loss is {found.item()}: a rank, or all of them, can have no tokens, and 0/0 is not a number")
     equal(found, value, "the loss", known={s: t for s, t in known.items() if not torch.allclose(t, value)})
@@ -188,7 +195,7 @@ def parameters(rank: int, seed: int, missing: bool) -> list[nn.Parameter]:
         p.grad = numbers(*shape, seed=seed + 10 * rank + i, dtype=dtype)
         if i == 0:
             p.grad = p.grad.t().contiguous().t()
-        if i == 2 and missing:
+        if i and missing:
             p.grad = None
         found.append(p)
     frozen = nn.Parameter(torch.zeros(12), requires_grad=False)
@@ -226,7 +233,8 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
                     ] = total / (n // ep)
                     known["summed, and not divided by the number of ranks"] = total
                 if grad is not None:
-                    known["this rank's own, as it was: what a copy of it became must be put into p.grad"] = grad
+                    for own_part, done in ((grad, "as it was"), (grad / n, "divided")):
+                        known[f"this rank's own, {done}: what a copy of it became must be put into p.grad"] = own_part
                 expected = (total / n).to(p.dtype)
                 different = {s: t.to(p.dtype) for s, t in known.items() if not torch.equal(t.to(p.dtype), expected)}
                 name = f"the gradient of {what} parameter {i}"

@@ -107,6 +107,8 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
         return Wrong(left[0], f"Then the grader could not go on: {name}: {brief}")
     if not own and re.match(rf"{task}(\.\w+)?\(\) (missing|takes|got) ", text):
         return Wrong(f"{task} takes other arguments than in the stub: leave its name and its arguments", f"  {brief}")
+    if not own and any(f.name == "_engine_run_backward" for f in traceback.extract_tb(error.__traceback__)):
+        return Wrong(f"backward through what {task} has made raises {name}: {brief}")
     if not own:
         hint = ": is there a `return`, or a `yield`?" if "NoneType" in text else ""
         return Wrong(f"the grader cannot use what {task} gave it{hint}", f"  {name}: {brief}", *_tail(error))

@@ -16,7 +16,7 @@ from refimpl.comm.collectives import Op
 from refimpl.comm.group import Group
 from refimpl.comm.work import Steps, Work
 from refimpl.grading.calls import unwatched
-from refimpl.grading.compare import Wrong
+from refimpl.grading.compare import Wrong, require
 from refimpl.grading.late import Late
 from refimpl.measure.ledger import Event, Ledger
 
@@ -70,6 +70,8 @@ class WatchedGroup(Group):
         return self._late(f"its recv from {source}", begin, [x]) if async_op else begin(x)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
+        alone = "send_recv fills the memory that it sends, of which not all may have left: receive into another buffer"
+        require(not _overlap(x, out), alone)
         return super().send_recv(x, to, out, source, async_op=async_op, tag=f"to {to}")
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
@@ -210,6 +212,13 @@ def each_rank(calls: Mapping[int, list[str]]) -> list[str]:
         cells = ("".join(calls[rank][i : i + 1]) or "-" for rank in sorted(calls))
         lines.append(f"{i + 1:3}  " + "".join(f"{cell:<26}" for cell in cells).rstrip())
     return lines
+
+
+def _overlap(x: object, y: object) -> bool:
+    """Whether two tensors, each without gaps, have bytes in common."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return False
+    return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
 
 
 def _line(e: Event) -> str:
