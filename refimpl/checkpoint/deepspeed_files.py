@@ -49,7 +49,8 @@ class Written:
         ranks = {int(match[1]): folder / name for name, match in found.items() if match is not None}
         if odd := [name for name in found if OF_PARTS.fullmatch(name)]:
             raise CheckpointError(
-                f"{folder / odd[0]}: {IN_PARTS}. {WEIGHTS}: put them together, load before initialize"
+                f"{folder / odd[0]}: {IN_PARTS}. {WEIGHTS}: put them together, load before initialize; a pipeline "
+                "begins from its own by engine.load_checkpoint(folder, load_module_only=True)"
             )
         if "offloaded_tensors" in found:
             raise CheckpointError(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -34,6 +35,7 @@ from refimpl.deepspeed import (
     comm,
     elasticity,
     launcher,
+    module_inject,
     moe,
     ops,
     pipe,
@@ -43,6 +45,7 @@ from refimpl.deepspeed import (
 from refimpl.deepspeed.absent import absent
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.comm import init_distributed
+from refimpl.deepspeed.module_inject.layers import set_autotp_mode
 from refimpl.deepspeed.pipe import PipelineModule
 from refimpl.deepspeed.runtime import zero
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -87,6 +90,7 @@ __all__ = [
     "launcher",
     "log_dist",
     "logger",
+    "module_inject",
     "moe",
     "ops",
     "pipe",
@@ -151,23 +155,20 @@ def _leave_former(model: nn.Module) -> None:
             stage.release(in_shards=True)
 
 
-def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: dist.ProcessGroup | None = None
+) -> nn.Module:
     """The same model in `dtype`, to be cut over tp_size ranks by `initialize`, as if its configuration said so.
 
-    config: that which `initialize` is given too, as transformers' Trainer does; it is read there. NotImplementedError
-    for options such as tp_group: an mpu given to `initialize` has groups.
+    config: that which `initialize` is given too, as transformers' Trainer does; it is read there. `tp_group`: the ranks
+    that it is cut over, where the caller has made groups and gives `initialize` an mpu that has them. ValueError if it
+    has not tp_size ranks.
     """
-    if options:
-        raise NotImplementedError(f"tp_model_init: {', '.join(options)}: give initialize an mpu")
+    if tp_group is not None and tp_group.size() != tp_size:
+        raise ValueError(f"tp_model_init: tp_size is {tp_size}, and tp_group has {tp_group.size()} ranks")
     setattr(model, AUTOTP_SIZE, tp_size)
     setattr(model, AUTOTP_DTYPE, dtype)
     return model.to(dtype)
-
-
-def set_autotp_mode(training: bool = False) -> None:
-    """Nothing to do for training. NotImplementedError for inference."""
-    if not training:
-        raise NotImplementedError("set_autotp_mode(training=False): not part of this project: inference kernels")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ class Accumulation(Asked):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._boundary: bool | None = None  # what the client said, if it did
+        self.scale_wrt_gas: bool | None = None  # what the client wants of every `backward`, over its argument
         self._syncing = True  # False inside no_sync
         self._pending = self._accumulated = 0
         self.stage.gradients.divisor = self.config.gradient_accumulation_steps

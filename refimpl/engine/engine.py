@@ -110,6 +110,7 @@ class Engine(Saved, ModuleState):
 
         loss: a scalar with a graph, ValueError otherwise. The gradient is averaged over ranks by the time it is used.
         If backward raises, as where memory ends, the gradients since the last update are dropped: a new batch begins.
+        `engine.scale_wrt_gas`, where a client sets it, says so for all calls, as in DeepSpeed.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -122,7 +123,8 @@ class Engine(Saved, ModuleState):
         self._pending += 1
         self.report.loss(loss)
         gradients = self.stage.gradients
-        gradients.divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        is_mean = scale_wrt_gas if self.scale_wrt_gas is None else self.scale_wrt_gas
+        gradients.divisor = self.gradient_accumulation_steps() if is_mean else 1
         sync = self._syncing and self.is_gradient_accumulation_boundary()
         try:
             with self.report.time("bwd"):

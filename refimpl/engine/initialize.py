@@ -51,8 +51,9 @@ def initialize(
     the optimizer. A `PipelineModule`, and a GPT with `pipeline.stages`, are trained by a `PipelineEngine`. `mpu` is an
     object or module with get_data_parallel_group(), get_model_parallel_group() or their like: the model is split along
     them already, and says of a parameter that it is a part by its attribute `model_parallel` or
-    `tensor_model_parallel`. `mesh_param`: (data_parallel_size, sequence_parallel_size), over the file's. ValueError, or
-    ConfigError, names what is wrong. On every rank, with the same arguments.
+    `tensor_model_parallel`; or it is whole, behind `tp_model_init`, and is split along them here. `mesh_param`:
+    (data_parallel_size, sequence_parallel_size), over the file's. ValueError, or ConfigError, names what is wrong. On
+    every rank, with the same arguments.
     """
     given = {
         "config": config,
@@ -80,9 +81,8 @@ def initialize(
             raise ConfigError(f"tensor_parallel.autotp_size is {said}, and tp_model_init was asked for {size}: which?")
         raw["tensor_parallel"] = section | {"autotp_size": size}
     axes = laid_out(raw, model, mpu, connect(dist_init_required))
-    parts = build(
-        model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, mpu is not None
-    )
+    is_cut = mpu is not None and not size  # tp_model_init has left the cut to this call, also along an mpu's groups
+    parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, is_cut)
     engine = PipelineEngine(parts) if isinstance(parts.model, PipelineModule) else Engine(parts)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -27,7 +27,7 @@ from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.find import find
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
-from refimpl.engine import weights
+from refimpl.engine import layer_files, weights
 from refimpl.engine.checkpoint import wait
 from refimpl.engine.contents import identity, param_groups, schedule
 from refimpl.engine.small_states import Wanted, own_rank, saved_groups, small_states
@@ -68,7 +68,10 @@ def load(
         raise ValueError("custom_load_fn: its weights do not fit the saved optimizer; add load_optimizer_states=False")
     engine.stage.group.patience.refuse_lost()
     wait(engine)
-    found = together(engine.axes.world, lambda: find(load_dir, None if tag is None else str(tag)))
+    tag = None if tag is None else str(tag)
+    if wanted.module_only and (path := layer_files.load(engine, load_dir, tag, wanted.strict)) is not None:
+        return str(path), {}
+    found = together(engine.axes.world, lambda: find(load_dir, tag))
     seen = engine.axes.world.all_gather_object(None if found is None else f"{found[0].name} of save {found[1]['id']}")
     if len(set(seen)) > 1:
         said = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(seen))

@@ -16,11 +16,17 @@ class LossScaler:
         if not 0 < scale < float("inf"):
             raise ValueError(f"loss scale must be positive and finite, not {scale}")
         self.scale = float(scale)
+        self.held = False
+
+    def hold(self, scale: float) -> None:
+        """From now on this scale, whatever overflows, until the next call: the caller has a scaler of his own."""
+        LossScaler.__init__(self, scale)
+        self.held = True
 
     @property
     def can_shrink(self) -> bool:
-        """Whether an overflow is of use: after it, or after a few, the scale is smaller."""
-        return False
+        """Whether an overflow is of use: after it, or after a few, the scale is smaller (or the caller's own)."""
+        return self.held
 
     def update(self, overflow: bool) -> None:
         """Tell the scaler how the step went: `overflow` is True when it was skipped on all ranks."""
@@ -65,10 +71,12 @@ class DynamicLossScaler(LossScaler):
 
     @property
     def can_shrink(self) -> bool:
-        return self.scale > self.min_scale
+        return self.held or self.scale > self.min_scale
 
     def update(self, overflow: bool) -> None:
         """Tell the scaler how the step went; raises `OverflowError` when the scale can go no lower."""
+        if self.held:
+            return
         if overflow:
             self._shrink()
             self.good_steps = 0

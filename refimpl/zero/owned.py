@@ -83,6 +83,17 @@ class Owned(optim.Optimizer):
 
     cur_scale = loss_scale  # DeepSpeed has both
 
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Let the caller's own scaler say fp16's loss scale, from the next backward on. No other dtype has one."""
+        if self.stage.scaler is not None:
+            self.stage.scaler.hold(loss_scale)
+
+    @property
+    def external_loss_scale(self) -> float | None:
+        """What `override_loss_scale` was given last, if it was called."""
+        scaler = self.stage.scaler
+        return scaler.scale if scaler is not None and scaler.held else None
+
     @property
     def _global_grad_norm(self) -> GradNorm:
         """The last step's, where DeepSpeed keeps it, and as there 0 before the first: scripts of EVA's kind log it."""

@@ -42,7 +42,7 @@ assert deepspeed.__spec__.name == "refimpl.deepspeed"
 from packaging.version import Version
 assert Version("0.19") < Version(deepspeed.__version__) < Version("0.20"), deepspeed.__version__
 assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES[0] == "LRRangeTest"  # without an import of its own
-for name in ("deepspeed.module_inject.layers", "deepspeed.ops.adam.zenflow_torch_adam"):
+for name in ("deepspeed.model_implementations.transformers", "deepspeed.ops.adam.zenflow_torch_adam"):
     try:
         importlib.import_module(name)
     except ImportError as error:

@@ -306,6 +306,16 @@ def test_a_fork_within_a_fork_goes_on_where_its_stream_was() -> None:
         assert torch.equal(nested.get_states()[name], plain.get_states()[name])
 
 
+def test_a_detached_variable_is_a_leaf_that_needs_a_gradient_where_it_did() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    leaf, whole, other = checkpointing.detach_variable((x, torch.arange(2), "other"), device="cpu")
+    leaf.sum().backward()
+    assert leaf.grad.equal(torch.ones(2))
+    assert leaf.equal(x)
+    assert not whole.requires_grad
+    assert other == "other"
+
+
 def test_an_input_is_there_after_the_call() -> None:
     """DeepSpeed empties what it has partitioned or sent to the CPU, and refuses to see it again."""
     homes(contiguous_checkpointing=True, num_checkpoints=2)

@@ -22,11 +22,16 @@ def answers(how: str) -> tuple[dict[str, int], list[int], list[list[int]]]:
     """Sizes, ranks and groups, after an engine with two tensor ranks, or two that share sequences."""
     deepspeed.init_distributed()
     model = GPT(SHAPE)
-    if how == "tensor":
+    if how != "sequence":
         config = {**CONFIG, "bf16": {"enabled": True}}
-        model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16, config=config)  # as transformers does
+        whole, mpu = sum(p.numel() for p in model.parameters()), None
+        if how == "groups":
+            mpu = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=2))
+        group = mpu and mpu.get_slice_parallel_group()  # as in Ray's guide; else as transformers does
+        model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16, config=config, tp_group=group)
         assert next(model.parameters()).dtype == torch.bfloat16
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+        assert sum(p.numel() for p in engine.module.parameters()) < whole
         assert engine.autotp_size() == 2
         assert engine.data_parallel_group is groups._get_data_parallel_group()
     else:
@@ -55,6 +60,10 @@ def test_tensor_ranks() -> None:
         assert places == [rank // 2, 0, rank % 2]
         replicas = [rank % 2, rank % 2 + 2]
         assert ranks == [replicas, replicas, [rank], [rank // 2 * 2, rank // 2 * 2 + 1]]
+
+
+def test_a_model_behind_tp_model_init_is_cut_along_the_callers_groups() -> None:
+    assert run(answers, "groups", ranks=4) == run(answers, "tensor", ranks=4)
 
 
 def sums_of_ones() -> list[float]:

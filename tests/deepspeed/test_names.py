@@ -33,6 +33,7 @@ from refimpl.deepspeed.runtime import config as constants
 from refimpl.deepspeed.runtime import config_utils, utils
 from refimpl.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from refimpl.deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+from refimpl.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from refimpl.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from refimpl.deepspeed.runtime.fp16.loss_scaler import LossScaler
 from refimpl.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -42,6 +43,7 @@ from refimpl.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refimpl.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from refimpl.deepspeed.utils import timer
 from refimpl.deepspeed.utils.logging import print_dist
+from refimpl.deepspeed.utils.tensor_fragment import fragment_address
 from refimpl.deepspeed.utils.torch import required_torch_version
 from refimpl.optim.lion import Lion
 
@@ -511,9 +513,16 @@ def test_a_clients_optimizer_is_named_by_its_class() -> None:
 
 def test_what_a_checkpoint_of_deepspeed_holds_can_be_named() -> None:
     """As scripts name it for torch.load(weights_only=True)."""
-    with torch.serialization.safe_globals([ZeroStageEnum, LossScaler]):
+    with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]):
+        assert fragment_address(numel=2, start=4) == fragment_address(2, 4)
         assert ZeroStageEnum(2) == 2
         assert ZeroStageEnum.weights == ZeroStageEnum.max_stage == 3
+
+
+def test_the_loader_of_an_engine_has_deepspeeds_name() -> None:
+    data, config = [torch.ones(2)] * 3, {"train_batch_size": 1}
+    loader = deepspeed.initialize(model=nn.Linear(2, 2), training_data=data, config=config)[2]
+    assert isinstance(loader, DeepSpeedDataLoader)
 
 
 def pipelined() -> None:

@@ -102,6 +102,40 @@ def test_the_optimizer_tells_of_an_overflow() -> None:
     assert worlds.run(overflows, ranks=2) == [([True, True, False], [True, True, False], 4.0)] * 2
 
 
+def counted_by_the_client(stage: int) -> dict[str, Tensor]:
+    """KOSMOS-2's and other fairseq's loop: it says when a batch is full, and what its losses are divided by."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(stage, gradient_accumulation_steps=2))
+    engine.scale_wrt_gas = False
+    for step in range(2):
+        for micro in range(2):
+            engine.set_gradient_accumulation_boundary(is_boundary=False)
+            engine.backward(engine(batch(engine.group.rank, step, micro)))
+            engine.micro_steps += micro == 0
+            engine.set_gradient_accumulation_boundary(is_boundary=True)
+            engine.allreduce_gradients()
+        engine.step()
+    return engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_client_may_count_and_divide_for_itself(stage: int) -> None:
+    for weights in worlds.run(counted_by_the_client, stage, ranks=2):
+        close(weights, oracle(2, steps=2, micros=2, divide=1)["weights"])
+
+
+def test_the_clients_scaler_says_the_scale() -> None:
+    settings = config(1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    engine, optimizer, *_ = refimpl.initialize(model=Net(), config=settings)
+    assert optimizer.external_loss_scale is None
+    for factor, scale in ((1.0, 8.0), (float("inf"), 8.0), (1.0, 2.0)):
+        optimizer.override_loss_scale(scale)
+        engine.backward(engine(batch(0, 0, 0).half()) * factor)
+        engine.step()
+        assert optimizer.overflow is (factor != 1.0)
+        assert optimizer.external_loss_scale == optimizer.cur_scale == scale  # of its own it would have come down
+    assert engine.skipped_steps == 1
+
+
 def resized(stage: int) -> tuple[Any, tuple[int, ...]]:
     engine, *_ = refimpl.initialize(model=Net(), config=config(stage))
     engine.set_train_batch_size(24)  # 4 x 3 micro-batches x 2 ranks

@@ -1,6 +1,7 @@
 """A pipeline behind DeepSpeed's calls trains as the data-parallel engine does, bit for bit; and what it refuses."""
 
 import csv
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from worlds import run
 
 import refimpl.deepspeed as deepspeed
 from refimpl import launch
+from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
 from refimpl.deepspeed.pipe import (
@@ -21,7 +23,9 @@ from refimpl.deepspeed.pipe import (
     PipelineModule,
     PipeModelDataParallelTopology,
     ProcessTopology,
+    TiedLayerSpec,
 )
+from refimpl.deepspeed.utils import safe_get_full_fp32_param
 from refimpl.engine.initialize import initialize
 from refimpl.engine.pipeline import PipelineEngine, PipelineError
 from refimpl.parallel.conjugates import copy, reduce
@@ -269,6 +273,40 @@ def test_a_pipeline_as_megatron_drives_it() -> None:
     (samples, losses), other = run(as_megatron)
     assert (samples, losses) == (2 * GAS, other[1])
     assert losses[1] < losses[0]
+
+
+def begun_from_layer_files(folder: Path) -> tuple[list[bool], str]:
+    """As llama's pipeline trainers do, whose converters write a file a layer by hand."""
+    deepspeed.init_distributed()
+    specs = [LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Tanh), *(TiedLayerSpec("t", nn.Linear, 2, 2) for _ in range(2))]
+    settings = config(bf16={"enabled": True}, zero_optimization={"stage": 1})
+    engine, *_ = deepspeed.initialize(model=PipelineModule(specs, 2, loss_fn=loss), config=settings)
+    path, client_state = engine.load_checkpoint(folder, load_module_only=True, load_optimizer_states=False)
+    assert (path, client_state) == (str(folder / "step1"), {})
+    masters = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    same = [bool((p == (8 if "tied" in name else 7)).all()) for name, p in masters.items()]
+    with pytest.raises(CheckpointError, match="no such file"):
+        engine.load_checkpoint(folder)
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(folder, tag="step2", load_module_only=True)
+    return same, str(error.value)
+
+
+def test_a_pipeline_begins_from_deepspeeds_files_of_layers(tmp_path: Path) -> None:
+    def write(tag: str, layer: str, value: int, width: int = 2) -> None:
+        (tmp_path / tag).mkdir(exist_ok=True)
+        weights = {"weight": torch.full((width, 2), value), "bias": torch.full((2,), value)}
+        torch.save(weights, tmp_path / tag / f"layer_{layer}-model_00-model_states.pt")
+
+    for layer, value in {"00": 7, "02": 8, "3": 8}.items():  # one is not padded, as some write it
+        write("step1", layer, value)
+    (tmp_path / "latest").write_text("step1")
+    write("step2", "00", 7, width=3)
+    for rank, (same, says) in enumerate(run(begun_from_layer_files, tmp_path, ranks=2)):
+        assert same == [True] * len(same)
+        assert same
+        wrong = r"0\.weight is \(3, 2\) in .*, and \(2, 2\) in the model"
+        assert re.search(wrong, says), (rank, says)
 
 
 def logits_and_an_end() -> tuple[float, list[float], Any, str]:

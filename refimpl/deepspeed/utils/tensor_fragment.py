@@ -6,11 +6,20 @@ stage. DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/access.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from refimpl.zero.parameter import stage_of
 from refimpl.zero.stage import Stage
+
+
+@dataclass
+class fragment_address:
+    """A part of a flat buffer in DeepSpeed's checkpoints. Scripts name it to `torch.serialization.add_safe_globals`."""
+
+    numel: int
+    start: int
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

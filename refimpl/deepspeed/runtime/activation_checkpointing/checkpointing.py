@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from torch import Tensor
 
 from refimpl.activation.arena import Contiguous
 from refimpl.activation.checkpoint import Checkpoint
@@ -53,6 +54,14 @@ class _Configured:
 
 _configured = _Configured()
 forget_groups.append(lambda: vars(_configured).update(vars(_Configured())))
+
+
+def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
+    """The tensors among `inputs` as leaves, on `device` if one is given, that need a gradient where they did.
+
+    For whoever writes his own checkpointing: a backward that computes again begins with them.
+    """
+    return tuple(x.to(device).detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
