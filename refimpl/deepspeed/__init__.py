@@ -57,7 +57,7 @@ from refimpl.deepspeed.runtime.lr_schedules import add_tuning_arguments
 from refimpl.deepspeed.runtime.pipe.engine import PipelineEngine
 from refimpl.deepspeed.utils import OnDevice, log_dist, logger
 from refimpl.engine import initialize as _engine
-from refimpl.engine.cut import AUTOTP_DTYPE, AUTOTP_SIZE
+from refimpl.engine.cut import AUTOTP_DTYPE, AUTOTP_RANKS, AUTOTP_SIZE
 from refimpl.engine.trained import MakeOptimizer, Parameters
 from refimpl.zero.parameter import stage_of
 
@@ -161,13 +161,14 @@ def tp_model_init(
     """The same model in `dtype`, to be cut over tp_size ranks by `initialize`, as if its configuration said so.
 
     config: that which `initialize` is given too, as transformers' Trainer does; it is read there. `tp_group`: the ranks
-    that it is cut over, where the caller has made groups and gives `initialize` an mpu that has them. ValueError if it
-    has not tp_size ranks.
+    that it is cut over, where the caller has made groups: `initialize` needs an mpu that has them, unless they are its
+    own. ValueError if it has not tp_size ranks.
     """
     if tp_group is not None and tp_group.size() != tp_size:
         raise ValueError(f"tp_model_init: tp_size is {tp_size}, and tp_group has {tp_group.size()} ranks")
     setattr(model, AUTOTP_SIZE, tp_size)
     setattr(model, AUTOTP_DTYPE, dtype)
+    setattr(model, AUTOTP_RANKS, None if tp_group is None else dist.get_process_group_ranks(tp_group))
     return model.to(dtype)
 
 

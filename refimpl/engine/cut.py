@@ -38,7 +38,8 @@ from refimpl.parallel.tensor import cuts
 from refimpl.zero.beyond import Spans
 from refimpl.zero.unit import unit_of
 
-AUTOTP_SIZE, AUTOTP_DTYPE = "_autotp_size", "_autotp_dtype"  # of a model: asked for by deepspeed.tp_model_init
+# Of a model: what was asked for by deepspeed.tp_model_init.
+AUTOTP_SIZE, AUTOTP_DTYPE, AUTOTP_RANKS = "_autotp_size", "_autotp_dtype", "_autotp_ranks"
 OTHERS_FLAGS = ("model_parallel", "tensor_model_parallel")  # of Megatron's and DeepSpeed's users
 
 

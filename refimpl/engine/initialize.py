@@ -19,7 +19,7 @@ from refimpl.comm import levels
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.build import build
-from refimpl.engine.cut import AUTOTP_SIZE
+from refimpl.engine.cut import AUTOTP_RANKS, AUTOTP_SIZE
 from refimpl.engine.engine import Engine
 from refimpl.engine.keys import ConfigError
 from refimpl.engine.layout import AXIS_KEYS, axes_asked
@@ -75,16 +75,33 @@ def initialize(
         if len(mesh_param) != 2:
             raise ValueError(f"mesh_param = {mesh_param}: must be (data_parallel_size, sequence_parallel_size)")
         raw |= dict(zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True))
+    size = autotp(raw, model)
+    axes = laid_out(raw, model, mpu, connect(dist_init_required))
+    refuse_other_ranks(model, axes)
+    is_cut = mpu is not None and not size  # tp_model_init has left the cut to this call, also along an mpu's groups
+    parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, is_cut)
+    engine = PipelineEngine(parts) if isinstance(parts.model, PipelineModule) else Engine(parts)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def autotp(raw: dict[str, Any], model: nn.Module) -> int:
+    """The size that `tp_model_init` was asked for, or 0; the configuration says it then. ConfigError for another."""
     if size := getattr(model, AUTOTP_SIZE, 0):
         section = dict(raw.get("tensor_parallel") or {})
         if (said := section.get("autotp_size") or size) not in (size, "auto"):
             raise ConfigError(f"tensor_parallel.autotp_size is {said}, and tp_model_init was asked for {size}: which?")
         raw["tensor_parallel"] = section | {"autotp_size": size}
-    axes = laid_out(raw, model, mpu, connect(dist_init_required))
-    is_cut = mpu is not None and not size  # tp_model_init has left the cut to this call, also along an mpu's groups
-    parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, is_cut)
-    engine = PipelineEngine(parts) if isinstance(parts.model, PipelineModule) else Engine(parts)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return size
+
+
+def refuse_other_ranks(model: nn.Module, axes: Axes) -> None:
+    """ValueError where `tp_model_init` was given a group, and the model would be cut over other ranks than its own."""
+    ranks = getattr(model, AUTOTP_RANKS, None)
+    if ranks is not None and set(ranks) != set(axes.tensor.ranks):
+        raise ValueError(
+            f"tp_model_init: tp_group has ranks {ranks}, and initialize would cut the model over {axes.tensor.ranks}: "
+            "give it the mpu whose model parallel group that is"
+        )
 
 
 def laid_out(raw: Mapping[str, Any], model: nn.Module, mpu: Any, world: Group) -> Axes:

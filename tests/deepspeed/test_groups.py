@@ -66,6 +66,19 @@ def test_a_model_behind_tp_model_init_is_cut_along_the_callers_groups() -> None:
     assert run(answers, "groups", ranks=4) == run(answers, "tensor", ranks=4)
 
 
+def cut_along_even_and_odd() -> None:
+    """The caller's tensor ranks are 0 and 2, 1 and 3; no mpu says so."""
+    deepspeed.init_distributed()
+    group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    model = deepspeed.tp_model_init(GPT(SHAPE), tp_size=2, dtype=torch.float32, tp_group=group)
+    deepspeed.initialize(model=model, config=CONFIG)
+
+
+def test_a_group_of_other_ranks_than_initializes_own_needs_an_mpu() -> None:
+    with pytest.raises(launch.RankError, match=r"tp_group has ranks \[., .\], and .* over \[., .\]: give it the mpu"):
+        run(cut_along_even_and_odd, ranks=4)
+
+
 def sums_of_ones() -> list[float]:
     """Over tensor, sequence and data ranks, before an engine and behind one of data parallelism alone."""
     deepspeed.init_distributed()
