@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from worlds import run
 
+import refimpl.deepspeed as deepspeed
+from refimpl.deepspeed.runtime.sequence_parallel import parallel_state_sp
+from refimpl.deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from refimpl.deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll
 
 B, T, D = 2, 12, 4
@@ -96,3 +99,34 @@ def test_what_it_cannot_do_is_said() -> None:
         DistributedAttention(Attention(1, False), None, scatter_idx=1)
     with pytest.raises(ValueError, match="batch_dim_idx is 2"):
         DistributedAttention(Attention(1, False), None)(*given(1, 2, 2), 2)
+
+
+def of_tokens(shared: int, stage: int) -> tuple[Tensor, float, Tensor]:
+    """The losses of all tokens, their gradient's norm, and the weights after a step of SGD on a weighed mean."""
+    torch.manual_seed(0)
+    model, words, targets = torch.nn.Linear(D, 7), torch.randn(T, B, D), torch.randint(7, (T, B))
+    mpu, rank = None, dist.get_rank()
+    if shared > 1:
+        parallel_state_sp.initialize_sequence_parallel(shared)
+        mpu = parallel_state_sp
+    config = {
+        "train_micro_batch_size_per_gpu": B, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+    group = mpu and parallel_state_sp.get_sequence_parallel_group()
+    mine = [x.chunk(shared)[rank] for x in (words, targets)]
+    losses = vocab_sequence_parallel_cross_entropy(engine(mine[0]), mine[1], group)
+    engine.backward((losses * torch.linspace(0, 1, T)[:, None]).mean())
+    engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return losses.detach(), engine.get_global_grad_norm() or 0.0, model.weight.detach().clone()
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (3, 1), (2, 3)])
+def test_the_losses_of_a_shared_sequence_train_as_those_of_one_process(ranks: int, stage: int) -> None:
+    ((losses, norm, weight),) = run(of_tokens, 1, 0, ranks=1)
+    for found, found_norm, found_weight in run(of_tokens, ranks, stage, ranks=ranks):
+        torch.testing.assert_close(found, losses)
+        assert found_norm == pytest.approx(norm, rel=1e-5)
+        torch.testing.assert_close(found_weight, weight)
