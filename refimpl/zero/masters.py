@@ -8,6 +8,7 @@ The optimizer's own state comes on top (AdamW: 8). Whoever asks between two step
 weight that was written from outside is in its master too.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -116,13 +117,7 @@ class Masters:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`, over the same buckets. ValueError for others, before anything is changed."""
-        there, here = ([m.numel() for m in those] for those in (state["masters"], self.masters.values()))
-        if there != here:
-            raise ValueError(
-                f"this state was saved from other buckets ({len(there)} of {sum(there)} elements, here {len(here)} "
-                f"of {sum(here)}): the model, reduce_bucket_size or unit_size differ; a checkpoint of the engine goes "
-                "from any to any"
-            )
+        refuse_others(state["masters"], self.masters)
         self.slices.load_state_dict(state["optimizer"])
         for bucket, saved in zip(self.masters, state["masters"], strict=True):
             self.keep_state(bucket)
@@ -133,6 +128,21 @@ class Masters:
         """Take over masters that were saved."""
         self.masters[bucket].copy_(saved)
         self.publish(bucket)
+
+    def wider(self) -> list[Bucket]:
+        """The buckets whose weights are rounded: what they are rounded from is more than they say."""
+        return [bucket for bucket, master in self.masters.items() if master.dtype != self.owned[bucket].dtype]
+
+
+def refuse_others(saved: Sequence[Tensor], masters: Mapping[Bucket, Tensor]) -> None:
+    """ValueError for masters that were saved from other buckets."""
+    there, here = ([m.numel() for m in those] for those in (saved, masters.values()))
+    if there != here:
+        raise ValueError(
+            f"this state was saved from other buckets ({len(there)} of {sum(there)} elements, here {len(here)} "
+            f"of {sum(here)}): the model, reduce_bucket_size or unit_size differ; a checkpoint of the engine goes "
+            "from any to any"
+        )
 
 
 def follow(weights: Tensor, master: Tensor) -> None:

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, optim
 
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.grad_view import NO_GRAD_SCALER
+from refimpl.zero.masters import refuse_others
 from refimpl.zero.norm import GradNorm
 from refimpl.zero.settings import settings
 from refimpl.zero.whole_state import take_whole
@@ -20,6 +22,7 @@ from refimpl.zero.whole_state import take_whole
 if TYPE_CHECKING:
     from refimpl.zero.stage import Stage
 
+BESIDE = {"slices_of", "masters", "scaler"}  # what `state_dict` has beside torch's
 MODES = "train", "eval"  # of an optimizer that trains other weights than it shows (schedule-free)
 
 
@@ -41,15 +44,27 @@ class Owned(optim.Optimizer):
         self.stage.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of this rank's slices, and whose they are: see `load_state_dict`."""
-        return {**self.stage.update.brought(super().state_dict()), "slices_of": self._whose()}
+        """As torch's, of this rank's slices, and whose they are; see `load_state_dict`.
 
+        Weights in 16 bits do not say what they are rounded from: this does, and with fp16 the loss scale. (DeepSpeed:
+        `single_partition_of_fp32_groups`, `loss_scaler`.)
+        """
+        update = self.stage.update
+        state = {**update.brought(super().state_dict()), "slices_of": self._whose()}
+        if wider := update.wider():
+            self.stage.parked.refuse()
+            state["masters"] = [update.weights(bucket) for bucket in wider]
+        return state | ({"scaler": update.scaler.state_dict()} if update.scaler else {})
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`, on the same rank. ValueError for another's.
 
-        One of whole parameters, saved without a stage, is taken too: on every rank, see `whole_state`.
+        One of whole parameters, saved without a stage, is taken too: on every rank, see `whole_state`. So is one with
+        masters: the weights follow them.
         """
-        self.stage.update.refuse_under_way()
+        update = self.stage.update
+        update.refuse_under_way()
         given, here = state_dict.get("slices_of"), self._whose()
         if given is None:
             return take_whole(self.stage, state_dict)
@@ -59,10 +74,18 @@ class Owned(optim.Optimizer):
                 f"{given['stage']}; here is rank {here['rank']} of {here['ranks']}, {here['stage']}. Every rank saves "
                 "and loads its own: optimizer.state_dict(), or stage.state_dict()"
             )
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "slices_of"})
-        for bucket in self.stage.update.masters:
-            self.stage.update.keep_state(bucket)
-        self.stage.update.replaced()
+        masters = dict.fromkeys(update.wider() if "masters" in state_dict else ())
+        refuse_others(state_dict.get("masters", ()), {bucket: update.masters[bucket] for bucket in masters})
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in BESIDE})
+        for bucket in update.masters:
+            update.keep_state(bucket)
+        for bucket, saved in zip(masters, state_dict.get("masters", ()), strict=True):
+            update.restore(bucket, saved)
+        if update.scaler and "scaler" in state_dict:
+            update.scaler.load_state_dict(state_dict["scaler"])
+        update.replaced()
+        if masters:
+            self.stage.gather()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Neither copied nor pickled: its parameters are one rank's slices, and its steps the stage's."""

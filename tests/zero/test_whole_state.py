@@ -12,6 +12,7 @@ from worlds import run
 
 from refimpl.launch import RankError
 from refimpl.offload.homes import Host
+from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.config import ZeroConfig
 
 
@@ -86,6 +87,52 @@ def test_what_a_plain_run_saved_goes_on(stage: str, make: Callable[..., torch.op
 def test_into_a_home_and_onto_masters(stage: str) -> None:
     run(goes_on, stage, two_groups, ZeroConfig(optimizer_home=Host()), 2)
     run(goes_on, stage, two_groups, ZeroConfig(dtype=torch.bfloat16), 2)
+
+
+def halves(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def saved_by_a_plain_loop(stage_name: str, config: ZeroConfig) -> None:
+    """Model and optimizer, of each rank by itself, are loaded in any order, or the optimizer alone."""
+    scaler = (lambda: DynamicLossScaler(64.0, window=2)) if config.dtype == torch.float16 else (lambda: None)
+
+    def start(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = Small(7)
+        return model, STAGES[stage_name](model, halves(model), None, config, scaler())
+
+    def train(of: tuple[nn.Module, Any], first: int, last: int) -> list[float]:
+        scales = []
+        for i in range(first, last):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(i)).to(config.dtype)
+            of[1].backward(of[0](x).float().square().mean())
+            of[1].step()
+            scales.append(of[1].loss_scale())
+        return scales
+
+    one = start(0)
+    train(one, 0, 3)
+    saved = copy.deepcopy({"model": one[0].state_dict(), "optimizer": one[1].optimizer.state_dict()})
+    scales = train(one, 3, 5)
+    for order in (["model", "optimizer"], ["optimizer", "model"], ["optimizer"]):
+        two = start(1)
+        train(two, 0, 1)
+        for what in order:  # torch's optimizers train on in what they are given
+            (two[0] if what == "model" else two[1].optimizer).load_state_dict(copy.deepcopy(saved[what]))
+        assert train(two, 3, 5) == scales
+        for name in one[0].state_dict():
+            assert torch.equal(one[1].full_parameter(name), two[1].full_parameter(name)), (order, name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "home", "ranks"), [(torch.bfloat16, None, 3), (torch.float16, None, 2), (torch.bfloat16, Host, 2)]
+)
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_what_was_rounded_off_goes_on(stage: str, dtype: torch.dtype, home: Any, ranks: int) -> None:
+    """DeepSpeed's `optimizer.state_dict()` has the fp32 weights, too."""
+    config = ZeroConfig(dtype=dtype, optimizer_home=home and home(), reduce_bucket_size=20)
+    run(saved_by_a_plain_loop, stage, config, ranks=ranks)
 
 
 def adafactor(model: Any, lr: float = 0.01) -> torch.optim.Optimizer:
