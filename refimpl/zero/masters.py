@@ -129,9 +129,9 @@ class Masters:
         self.masters[bucket].copy_(saved)
         self.publish(bucket)
 
-    def wider(self) -> list[Bucket]:
-        """The buckets whose weights are rounded: what they are rounded from is more than they say."""
-        return [bucket for bucket, master in self.masters.items() if master.dtype != self.owned[bucket].dtype]
+    def rounds(self) -> bool:
+        """Whether a weight is narrower than what it is rounded from, and says less."""
+        return any(master.dtype != self.owned[bucket].dtype for bucket, master in self.masters.items())
 
 
 def refuse_others(saved: Sequence[Tensor], masters: Mapping[Bucket, Tensor]) -> None:

@@ -51,9 +51,9 @@ class Owned(optim.Optimizer):
         """
         update = self.stage.update
         state = {**update.brought(super().state_dict()), "slices_of": self._whose()}
-        if wider := update.wider():
+        if update.rounds():
             self.stage.parked.refuse()
-            state["masters"] = [update.weights(bucket) for bucket in wider]
+            state["masters"] = [update.weights(bucket) for bucket in update.masters]
         return state | ({"scaler": update.scaler.state_dict()} if update.scaler else {})
 
     @torch.no_grad()
@@ -74,8 +74,8 @@ class Owned(optim.Optimizer):
                 f"{given['stage']}; here is rank {here['rank']} of {here['ranks']}, {here['stage']}. Every rank saves "
                 "and loads its own: optimizer.state_dict(), or stage.state_dict()"
             )
-        masters = dict.fromkeys(update.wider() if "masters" in state_dict else ())
-        refuse_others(state_dict.get("masters", ()), {bucket: update.masters[bucket] for bucket in masters})
+        masters = update.masters if "masters" in state_dict else {}
+        refuse_others(state_dict.get("masters", ()), masters)
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in BESIDE})
         for bucket in update.masters:
             update.keep_state(bucket)

@@ -114,6 +114,7 @@ def saved_by_a_plain_loop(stage_name: str, config: ZeroConfig) -> None:
     one = start(0)
     train(one, 0, 3)
     saved = copy.deepcopy({"model": one[0].state_dict(), "optimizer": one[1].optimizer.state_dict()})
+    exact = {name: one[1].full_parameter(name) for name in one[0].state_dict()}
     scales = train(one, 3, 5)
     for order in (["model", "optimizer"], ["optimizer", "model"], ["optimizer"]):
         two = start(1)
@@ -123,6 +124,10 @@ def saved_by_a_plain_loop(stage_name: str, config: ZeroConfig) -> None:
         assert train(two, 3, 5) == scales
         for name in one[0].state_dict():
             assert torch.equal(one[1].full_parameter(name), two[1].full_parameter(name)), (order, name)
+    wide = small()
+    stage = STAGES[stage_name](wide, halves(wide), config=ZeroConfig(reduce_bucket_size=20))
+    stage.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    assert all(torch.equal(stage.full_parameter(name), w) for name, w in exact.items()), "in fp32 from now on"
 
 
 @pytest.mark.parametrize(
