@@ -8,7 +8,7 @@ The optimizer's own state comes on top (AdamW: 8). Whoever asks between two step
 weight that was written from outside is in its master too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -117,11 +117,26 @@ class Masters:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`, over the same buckets. ValueError for others, before anything is changed."""
-        refuse_others(state["masters"], self.masters)
+        self.refuse_others(state["masters"])
         self.slices.load_state_dict(state["optimizer"])
-        for bucket, saved in zip(self.masters, state["masters"], strict=True):
+        self.take(state["masters"])
+
+    def refuse_others(self, saved: Sequence[Tensor]) -> None:
+        """ValueError for masters that were saved from other buckets."""
+        there, here = ([m.numel() for m in those] for those in (saved, self.masters.values()))
+        if there != here:
+            raise ValueError(
+                f"this state was saved from other buckets ({len(there)} of {sum(there)} elements, here {len(here)} "
+                f"of {sum(here)}): the model, reduce_bucket_size or unit_size differ; a checkpoint of the engine goes "
+                "from any to any"
+            )
+
+    def take(self, saved: Sequence[Tensor] | None) -> None:
+        """The optimizer was given a whole new state; it goes where it rests, and these masters, if there are any."""
+        for i, bucket in enumerate(self.masters):
             self.keep_state(bucket)
-            self.restore(bucket, saved)
+            if saved is not None:
+                self.restore(bucket, saved[i])
         self.replaced()
 
     def restore(self, bucket: Bucket, saved: Tensor) -> None:
@@ -132,17 +147,6 @@ class Masters:
     def rounds(self) -> bool:
         """Whether a weight is narrower than what it is rounded from, and says less."""
         return any(master.dtype != self.owned[bucket].dtype for bucket, master in self.masters.items())
-
-
-def refuse_others(saved: Sequence[Tensor], masters: Mapping[Bucket, Tensor]) -> None:
-    """ValueError for masters that were saved from other buckets."""
-    there, here = ([m.numel() for m in those] for those in (saved, masters.values()))
-    if there != here:
-        raise ValueError(
-            f"this state was saved from other buckets ({len(there)} of {sum(there)} elements, here {len(here)} "
-            f"of {sum(here)}): the model, reduce_bucket_size or unit_size differ; a checkpoint of the engine goes "
-            "from any to any"
-        )
 
 
 def follow(weights: Tensor, master: Tensor) -> None:

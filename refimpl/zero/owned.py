@@ -14,7 +14,6 @@ from torch import Tensor, optim
 
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.grad_view import NO_GRAD_SCALER
-from refimpl.zero.masters import refuse_others
 from refimpl.zero.norm import GradNorm
 from refimpl.zero.settings import settings
 from refimpl.zero.whole_state import take_whole
@@ -74,17 +73,14 @@ class Owned(optim.Optimizer):
                 f"{given['stage']}; here is rank {here['rank']} of {here['ranks']}, {here['stage']}. Every rank saves "
                 "and loads its own: optimizer.state_dict(), or stage.state_dict()"
             )
-        masters = update.masters if "masters" in state_dict else {}
-        refuse_others(state_dict.get("masters", ()), masters)
+        masters = state_dict.get("masters")
+        if masters is not None:
+            update.refuse_others(masters)
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in BESIDE})
-        for bucket in update.masters:
-            update.keep_state(bucket)
-        for bucket, saved in zip(masters, state_dict.get("masters", ()), strict=True):
-            update.restore(bucket, saved)
+        update.take(masters)
         if update.scaler and "scaler" in state_dict:
             update.scaler.load_state_dict(state_dict["scaler"])
-        update.replaced()
-        if masters:
+        if masters is not None:
             self.stage.gather()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
