@@ -49,7 +49,10 @@ def folder_of(load_dir: Path, tag: str | None) -> Path | None:
     latest = load_dir / "latest"
     if tag is None and not latest.is_file():
         return None
-    folder = load_dir / checked_tag(named_by(latest) if tag is None else tag, str(latest))
+    tag, who = (named_by(latest), str(latest)) if tag is None else (tag, "load_checkpoint")
+    if not tag:
+        return None  # `find` says so
+    folder = load_dir / checked_tag(tag, who)
     return folder if any(FILE.fullmatch(path.name) for path in folder.glob("layer_*")) else None
 
 

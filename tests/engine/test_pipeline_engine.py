@@ -287,6 +287,8 @@ def begun_from_layer_files(folder: Path) -> tuple[list[bool], str]:
     same = [bool((p == (8 if "tied" in name else 7)).all()) for name, p in masters.items()]
     with pytest.raises(CheckpointError, match="no such file"):
         engine.load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="load_checkpoint: 'a/b' is no tag"):
+        engine.load_checkpoint(folder, tag="a/b", load_module_only=True)
     with pytest.raises(CheckpointError) as error:
         engine.load_checkpoint(folder, tag="step2", load_module_only=True)
     return same, str(error.value)
