@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import nn, optim
 
+from refimpl.grading.calls import unwatched
 from refimpl.grading.compare import Wrong, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.rank import Answer, case
@@ -20,23 +21,8 @@ def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
     for dtype, budgets in ((torch.float32, (0, 300, 600, 700, 1500, 100_000)), (torch.bfloat16, (0, 1000))):
         for budget in budgets:
             case(f"{dtype}, budget {budget}")
-            torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
-            model.to(dtype)
-            config = ZeroConfig(prefetch_bucket_size=budget)
-            stage = Zero3(model, optim.AdamW(model.parameters()), group.oracle(), config)
-            meter, x = MemoryMeter(stage.tensors), torch.ones(2, widths[0], dtype=dtype)
-            stage.backward(model(x).sum())  # only records the trace
-            stage.step()
-            with meter:
-                stage.backward(model(x).sum())
-            kept = meter.now()
-            stage.step()
-            classes = MemoryMeter(stage.tensors).now() | {k: kept[k] for k in ("parameters", "gradients")}
-            classes["optimizer"] -= 4 * len(stage.buckets)  # AdamW's step counts
-            total = sum(classes[k] for k in ("parameters", "gradients", "optimizer", "master weights"))
-            counted = {"kept": total, "gathered": meter.peak["gathered"]}
-            units = [u.padded for u in stage.units]
+            with unwatched():
+                units, counted = count(group.oracle(), widths, dtype, budget)
             found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
             if dtype.itemsize * budget and found != counted:
                 as_bytes = answer.zero3_bytes(units, group.size, dtype.itemsize, budget * dtype.itemsize)
@@ -48,6 +34,27 @@ def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
         one, many = (answer.zero3_bytes(units, n, 2, 4 * ranks) for n in (1, ranks))
         of_one = {"kept": one["kept"] // ranks, "gathered": one["gathered"]}
         require(many == of_one, f"on {ranks} ranks it is {many}; one rank's 1/{ranks} of what is kept is {of_one}")
+
+
+def count(
+    group: WatchedGroup, widths: tuple[int, ...], dtype: torch.dtype, budget: int
+) -> tuple[list[int], dict[str, int]]:
+    """The units of a model under refimpl's ZeRO-3, and the bytes that it really keeps and gathers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
+    model.to(dtype)
+    stage = Zero3(model, optim.AdamW(model.parameters()), group, ZeroConfig(prefetch_bucket_size=budget))
+    meter, x = MemoryMeter(stage.tensors), torch.ones(2, widths[0], dtype=dtype)
+    stage.backward(model(x).sum())  # only records the trace
+    stage.step()
+    with meter:
+        stage.backward(model(x).sum())
+    kept = meter.now()
+    stage.step()
+    classes = MemoryMeter(stage.tensors).now() | {k: kept[k] for k in ("parameters", "gradients")}
+    classes["optimizer"] -= 4 * len(stage.buckets)  # AdamW's step counts
+    total = sum(classes[k] for k in ("parameters", "gradients", "optimizer", "master weights"))
+    return [u.padded for u in stage.units], {"kept": total, "gathered": meter.peak["gathered"]}
 
 
 def judge_bytes(
