@@ -879,7 +879,7 @@ predict(
 )
 
 # %% tags=["raises-exception"]
-# %%ranks --timeout 10
+# %%ranks
 from torch import nn
 
 layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
