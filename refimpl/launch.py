@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from refimpl.ranks import environment
 from refimpl.ranks.errors import RankDied, RankError, RankTimeout
-from refimpl.ranks.meet import meet
+from refimpl.ranks.meet import BOTH, meet
 from refimpl.ranks.rank import report
 from refimpl.ranks.world import OnReport, World
 
@@ -81,15 +81,17 @@ def join(
     NCCL with one GPU for each local rank when there are enough, else gloo on the CPU; or as `device` says, see `run`.
     timeout: seconds a collective may take; None: torch's default. init_method: where to meet, such as
     "tcp://host:29500"; else MASTER_ADDR and MASTER_PORT say it, or nobody need if all ranks are on this machine. rank,
-    world_size: this process's place, if no launcher says it. backend: "nccl" or "gloo"; "nccl" without a GPU for each
-    rank becomes gloo, with a warning. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set afterwards.
-    The group is destroyed at exit. Nothing happens where the ranks are joined already, as inside `run`.
+    world_size: this process's place, if no launcher says it. backend: "nccl", "gloo" or "cpu:gloo,cuda:nccl"; nccl
+    without a GPU for each rank becomes gloo, with a warning where it is asked for alone. RANK, WORLD_SIZE, LOCAL_RANK
+    and LOCAL_WORLD_SIZE are set afterwards. The group is destroyed at exit. Nothing happens where the ranks are joined
+    already, as inside `run`.
 
     Raises RuntimeError if no launcher started this process, if nobody says where to meet, or for "cuda" without GPU;
     ValueError for another backend or device, for half a place, and for a rank that is not below world_size.
     """
-    if backend not in (None, "nccl", "gloo"):
-        raise ValueError(f"backend must be 'nccl' or 'gloo', not {backend!r}")
+    backend = backend and ",".join(sorted(backend.split(",")))
+    if backend not in (None, "nccl", "gloo", BOTH):
+        raise ValueError(f"backend must be 'nccl' or 'gloo', not {backend!r}; or both, as {BOTH!r}")
     if not dist.is_initialized():
         place = _place(rank, world_size)
         meeting = init_method if init_method not in (None, "env://") else environment.meeting_point(place)

@@ -79,6 +79,8 @@ def kind_of(value: Any) -> str | None:
         return None if not plain else "$number" if isinstance(value, np.generic) else "$array"
     if type(value) is defaultdict and value.default_factory not in (None, *FACTORIES.values()):
         return None
+    if isinstance(value, float):  # no number in JSON, or of a class of its own, as the gradient's norm is
+        return "$float"
     if isinstance(value, Enum):
         return "$enum" if value.name in type(value).__members__ else None  # flags put together have no name
     found = next((name for name, (known, _, _) in KINDS.items() if type(value) is known), None)
@@ -118,7 +120,7 @@ def pairs(mapping: Any) -> list[Pair]:
 
 # How it is called in JSON: (what it is, to a list or a string, and back)
 KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "$float": (float, repr, float),
+    "$float": (float, float.__repr__, float),
     "$tuple": (tuple, list, tuple),
     "$dict": (dict, pairs, dict),
     "$ordered": (OrderedDict, pairs, OrderedDict),

@@ -23,7 +23,8 @@ from refimpl.engine.names import optimizer_named, optimizer_problem, schedule_na
 from refimpl.engine.quote import quote, readable
 from refimpl.engine.read import raw_config
 from refimpl.engine.schema import DeepSpeedConfig
-from refimpl.engine.sections import OffloadParam
+from refimpl.engine.sections import ZeroOptimization
+from refimpl.zero.config import PLUS
 
 
 def load_config(
@@ -93,18 +94,19 @@ def _wrong_arguments(values: Mapping[str, Any], names: Sequence[str]) -> list[st
 
 
 def _whole_parameters_stay(settings: DeepSpeedConfig, rank: int) -> DeepSpeedConfig:
-    """Without an `offload_param` that has no shards to move: DeepSpeed ignores it too, without a word."""
-    zero = settings.zero_optimization
-    if zero.stage == 3 or zero.offload_param.device == "none":
+    """Without what is asked of shards of parameters that are not there: DeepSpeed ignores it too, without a word."""
+    zero, nothing = settings.zero_optimization, ZeroOptimization()
+    if zero.stage == 3:
         return settings
-    if rank == 0:
+    asked = [name for name in ("offload_param", *PLUS) if getattr(zero, name) not in (getattr(nothing, name), 0)]
+    if asked and rank == 0:
         warnings.warn(
-            f"zero_optimization.offload_param.device = {zero.offload_param.device!r}: parameters are sharded in stage "
-            f"3 only, not in stage {zero.stage}; the key has no effect",
+            f"{', '.join(f'zero_optimization.{name}' for name in asked)}: parameters are sharded in stage 3 only, not "
+            f"in stage {zero.stage}; no effect",
             ConfigWarning,
             stacklevel=3,
         )
-    whole = zero.model_copy(update={"offload_param": OffloadParam()})
+    whole = zero.model_copy(update={name: getattr(nothing, name) for name in asked})
     return settings.model_copy(update={"zero_optimization": whole})
 
 

@@ -1,6 +1,6 @@
 """From the ZeRO++ and MiCS keys to the stage's own configuration: see `refimpl.zero.plus` for what each does.
 
-As in DeepSpeed they are of stage 3 alone; there they are dropped in silence in the others, here they are refused.
+As in DeepSpeed they are of stage 3 alone and have no effect in the others; config.py drops them there, with a warning.
 DeepSpeed: deepspeed/runtime/zero/config.py.
 """
 
@@ -15,7 +15,7 @@ def with_plus(zero: ZeroConfig, settings: DeepSpeedConfig) -> ZeroConfig:
     """`zero` with what the configuration asks for. ConfigError names the key."""
     section, loco = settings.zero_optimization, settings.zero_optimization.zeropp_loco_param
     try:
-        zero = replace(
+        return replace(
             zero,
             zero_quantized_weights=section.zero_quantized_weights,
             zero_quantized_nontrainable_weights=section.zero_quantized_nontrainable_weights,
@@ -26,7 +26,3 @@ def with_plus(zero: ZeroConfig, settings: DeepSpeedConfig) -> ZeroConfig:
         )
     except ValueError as error:
         raise ConfigError(str(error).replace("ZeroConfig.", "zero_optimization.")) from error
-    if section.stage < 3 and (asked := zero.asks_for_plus()):
-        names = ", ".join(f"zero_optimization.{name}" for name in asked)
-        raise ConfigError(f"{names}: parameters are sharded in stage 3 only, not in stage {section.stage}")
-    return zero

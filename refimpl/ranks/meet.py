@@ -13,6 +13,8 @@ from torch.distributed.rendezvous import rendezvous
 from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.environment import Place
 
+BOTH = "cpu:gloo,cuda:nccl"  # one group, and for each device's tensors a library
+
 
 def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: datetime.timedelta | None) -> None:
     """Make torch's default process group of all ranks, this one at `place`, and set what torchrun sets."""
@@ -30,7 +32,8 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
             f"{torch.cuda.device_count()} here: the ranks speak gloo",
             stacklevel=3,
         )
-    chosen = "gloo" if backend == "gloo" else chosen
+    if backend == "gloo" or (backend == BOTH and chosen == "nccl"):
+        chosen = backend
     mine = torch.device(devices[local_rank])
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), REFIMPL_DEVICE=str(mine))
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))

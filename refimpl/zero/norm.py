@@ -31,6 +31,9 @@ class GradNorm(float):
         return function(*args, **kwargs)
 
 
+torch.serialization.add_safe_globals([GradNorm])  # scripts save it with what they log: `torch.load` takes it back
+
+
 def shown(norm: float | None) -> GradNorm | None:
     """None before the first step."""
     return None if norm is None else GradNorm(norm)

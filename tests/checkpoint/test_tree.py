@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from datetime import timedelta, timezone
 from enum import Flag, IntEnum
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from hypothesis import given
 
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tree import FACTORIES, decode, encode
+from refimpl.zero.norm import GradNorm
 
 zones = st.none() | st.timedeltas(timedelta(hours=-23), timedelta(hours=23)).map(timezone)
 moments = st.one_of(st.datetimes(timezones=zones), st.dates(), st.times(timezones=zones), st.timedeltas())
@@ -132,6 +134,13 @@ def test_numpys_numbers_its_random_state_and_arguments() -> None:
     again = np.random.RandomState(0)
     again.set_state(there_and_back((kind, keys, *rest)))
     assert again.rand() == np.random.RandomState(3).rand()
+
+
+@pytest.mark.parametrize("norm", [0.1, inf])
+def test_the_gradients_norm_comes_back_as_a_plain_number(norm: float) -> None:
+    """CosyVoice's trainer and wenet's keep it in every client_state."""
+    back = there_and_back({"grad_norm": GradNorm(norm)})["grad_norm"]
+    assert (type(back), back) == (float, norm)
 
 
 class Model:

@@ -171,6 +171,19 @@ def test_nccl_without_a_gpu_becomes_gloo_with_a_warning(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("gpus", "taken"), [(0, "gloo"), (1, "cpu:gloo,cuda:nccl")])
+def test_a_library_for_each_device(gpus: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed's own example of ZeRO-3 asks for it."""
+    made = []
+    monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch_dist, "init_process_group", lambda backend, **more: made.append(backend))
+    dist.init_distributed(dist_backend="cuda:nccl,cpu:gloo")
+    assert made == [taken]
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_rank_that_is_not_joined_yet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="init_distributed"):

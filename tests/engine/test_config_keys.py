@@ -17,6 +17,7 @@ from refimpl.engine.curriculum import Curriculum, ScheduleConfig
 from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.model.patterns.named import PATTERNS
+from refimpl.zero.config import PLUS
 
 KEYS = table(DeepSpeedConfig)
 ZERO = "zero_optimization"
@@ -195,7 +196,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     home[name] = value
     if parents == ["optimizer"] and name == "params":
         home["type"] = "Adam"
-    if path == f"{ZERO}.offload_param.device":
+    if path == f"{ZERO}.offload_param.device" or set(path.split(".")) & set(PLUS):
         config[ZERO]["stage"] = 3  # the only one whose parameters are in shards
     return config
 

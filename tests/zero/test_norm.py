@@ -1,11 +1,13 @@
-"""What the sum of squares of a gradient takes beside it."""
+"""What the sum of squares of a gradient takes beside it; a norm in a file."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from refimpl.optim.lamb import squared
+from refimpl.zero.norm import GradNorm
 from refimpl.zero.update import sum_of_squares
 
 
@@ -20,3 +22,8 @@ def test_on_a_gpu_it_is_widened_in_the_kernel(dtype: torch.dtype) -> None:
         before = torch.cuda.memory_allocated()
         assert squares(x).item() == x.numel()
         assert torch.cuda.max_memory_allocated() - before < x.nbytes / 8
+
+
+def test_what_a_script_saves_of_it_is_loaded_as_weights_are(tmp_path: Path) -> None:
+    torch.save({"grad_norm": GradNorm(0.1)}, tmp_path / "logged.pt")
+    assert torch.load(tmp_path / "logged.pt", weights_only=True)["grad_norm"].item() == 0.1
