@@ -132,8 +132,8 @@ def check_fits(engine: TrainingState, folder: Folder, strict: bool, known: set[s
     """
     about = folder.about
     there = {name: list(place.shape) for name, place in folder.places.items()}
-    there |= {alias: there[name] for alias, name in about["tied"].items()}
     there |= {name: buffer["shape"] for name, buffer in about["buffers"].items() if buffer["persistent"]}
+    there |= {alias: there[name] for alias, name in about["tied"].items() if name in there}
     state = engine.module.state_dict(keep_vars=True)
     shapes = {p: shape for p, (_, shape) in portions(engine).items()}
     here = {engine.saved_name(n): list(shapes.get(w, w.shape)) for n, w in state.items() if isinstance(w, Tensor)}  # type: ignore[call-overload]
@@ -159,7 +159,7 @@ def shared_names(engine: TrainingState, folder: Folder) -> list[str]:
 def read_buffers(engine: TrainingState, folder: Folder, rank: int) -> None:
     """The buffers that a rank saved, and what modules keep beside them. A cache of another length stays as it is."""
     for own, buffer in engine.module.named_buffers():
-        name = engine.saved_name(own)
+        name = folder.canonical(engine.saved_name(own))
         if name in folder.about["buffers"]:
             saved = folder.with_buffer(name, rank).tensor(f"buffer/{name}")
             if saved.shape == buffer.shape:  # or `check_fits` has refused it, if it is persistent
