@@ -357,6 +357,17 @@ class Cached(nn.Module):
         self.register_buffer("table", torch.arange(float(length)), persistent=False)
 
 
+def test_a_16bit_model_has_buffers_as_they_are(tmp_path: Path) -> None:
+    """They stay in fp32 while it trains, and were rounded to fp16 in the file: this one to inf."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("largest", torch.tensor([1e6]))
+    engine = refimpl.initialize(model=model, config=settings(0, scheduler=None, fp16={"enabled": True}))[0]
+    engine.save_16bit_model(tmp_path, "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["weight"].dtype == torch.float16
+    assert torch.equal(saved["largest"], torch.tensor([1e6]))
+
+
 def test_a_cache_of_another_length_stays_as_it_is(tmp_path: Path) -> None:
     short, long = (refimpl.initialize(model=Cached(n), config=settings(1, scheduler=None))[0] for n in (8, 16))
     short.save_checkpoint(tmp_path)
