@@ -56,7 +56,9 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
             part = replace(place, dim=portion.dim, spans=portion.spans)
             place = replace(place, shape=shape, at=0, of=prod(shape), ranks=(), parts=(part,))
         parameters[name] = place.as_json()
-    aliases = {saved(name): stage.names[p] for name, p in module.named_parameters(remove_duplicate=False)}
+    first = stage.names | {buffer: saved(name) for name, buffer in module.named_buffers()}
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    aliases = {saved(name): first[tensor] for name, tensor in every}
     aliases |= {stage.names[p]: name for p, name in engine.copies().items()}
     where = {} if alone else {"ranks": [engine.axes.world.rank]}
     return {

@@ -79,7 +79,7 @@ class ModuleState(TrainingState):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole model's weights in its training dtype. Every rank must call it. False if config forbids."""
+        """Write the whole model's weights as it trains them. Every rank must call it. False if config forbids."""
         return weights.save_16bit_model(self, Path(save_dir), save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model  # its older name

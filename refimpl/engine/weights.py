@@ -1,8 +1,8 @@
 """The model's weights: whole in one file for everybody else, and those of a checkpoint back into the model.
 
-The file holds what `model.state_dict()` names, in the model's dtype: a tied weight under each of its names, what a
-module's `get_extra_state` gives, nothing of the optimizer, no padding. DeepSpeed: `save_16bit_model` and
-`load_module_state_dict` in deepspeed/runtime/engine.py.
+The file holds what `model.state_dict()` names, in the dtypes that it has there (buffers are not rounded to 16 bits): a
+tied weight under each of its names, what a module's `get_extra_state` gives, nothing of the optimizer, no padding.
+DeepSpeed: `save_16bit_model` and `load_module_state_dict` in deepspeed/runtime/engine.py.
 """
 
 import warnings
@@ -111,18 +111,16 @@ def save_16bit_model(engine: TrainingState, save_dir: Path, filename: str, exclu
             warnings.warn(f"save_16bit_model wrote nothing: set {key} to true", stacklevel=3)
         return False
     weights = whole_weights(engine, exclude_frozen)
-    together(engine.axes.world, lambda: None if weights is None else _write_16bit(engine, weights, save_dir / filename))
+    together(engine.axes.world, lambda: None if weights is None else _write_16bit(weights, save_dir / filename))
     return True
 
 
-def _write_16bit(engine: TrainingState, weights: dict[str, Any], path: Path) -> None:
-    dtype = engine.config.dtype
-    tensor = {name: w for name, w in weights.items() if isinstance(w, Tensor)}
-    cast = weights | {name: w.to("cpu", dtype if w.is_floating_point() else None) for name, w in tensor.items()}
+def _write_16bit(weights: dict[str, Any], path: Path) -> None:
+    at_host = {name: w.cpu() if isinstance(w, Tensor) else w for name, w in weights.items()}
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.hold(path.parent, manifest.NAME, manifest.ours):  # what a killed one has left is as large
-            atomic.write_file(path, lambda part: write(part, cast))
+            atomic.write_file(path, lambda part: write(part, at_host))
 
 
 def check_fits(engine: TrainingState, folder: Folder, strict: bool, known: set[str]) -> None:
@@ -132,8 +130,8 @@ def check_fits(engine: TrainingState, folder: Folder, strict: bool, known: set[s
     """
     about = folder.about
     there = {name: list(place.shape) for name, place in folder.places.items()}
-    there |= {alias: there[name] for alias, name in about["tied"].items()}
     there |= {name: buffer["shape"] for name, buffer in about["buffers"].items() if buffer["persistent"]}
+    there |= {alias: there[name] for alias, name in about["tied"].items() if name in there}
     state = engine.module.state_dict(keep_vars=True)
     shapes = {p: shape for p, (_, shape) in portions(engine).items()}
     here = {engine.saved_name(n): list(shapes.get(w, w.shape)) for n, w in state.items() if isinstance(w, Tensor)}  # type: ignore[call-overload]
@@ -159,7 +157,7 @@ def shared_names(engine: TrainingState, folder: Folder) -> list[str]:
 def read_buffers(engine: TrainingState, folder: Folder, rank: int) -> None:
     """The buffers that a rank saved, and what modules keep beside them. A cache of another length stays as it is."""
     for own, buffer in engine.module.named_buffers():
-        name = engine.saved_name(own)
+        name = folder.canonical(engine.saved_name(own))
         if name in folder.about["buffers"]:
             saved = folder.with_buffer(name, rank).tensor(f"buffer/{name}")
             if saved.shape == buffer.shape:  # or `check_fits` has refused it, if it is persistent

@@ -74,3 +74,7 @@ class Built(ABC):
     @abstractmethod
     def free_gathered(self) -> None:
         """See `Stage.free_gathered`."""
+
+    @abstractmethod
+    def include_thawed(self) -> list[nn.Parameter]:
+        """See `Changing.include_thawed`."""

@@ -108,13 +108,16 @@ class Fetch:
     def hold(self, module: nn.Module, inputs: list[Tensor]) -> None:
         """Reduce the units of a leaf module when backward has the gradients of its inputs, and so is through with it.
 
-        That is at one place on every rank, whichever of the modules inside a rank has used, such as an expert.
+        That is at one place on every rank, whichever of the modules inside a rank has used, such as an expert. The
+        gradient of the caller's own tensor comes at backward's end, as what is left does; torch cannot be asked about
+        it inside `autograd.grad` (a gradient penalty).
         """
         if inputs:
             for unit in self.several[module]:
                 unit.awaited += 1
+        if computed := [t for t in inputs if t.grad_fn is not None or self.running[-1].again]:
             through = weakly(self.through, module)
-            torch.autograd.graph.register_multi_grad_hook(inputs, untraced(through), mode="all")
+            torch.autograd.graph.register_multi_grad_hook(computed, untraced(through), mode="all")
 
     def through(self, module: nn.Module, *_: Any) -> None:
         for unit in self.several[module]:

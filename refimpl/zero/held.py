@@ -38,6 +38,7 @@ class Held(Built):
                 raise ValueError(f"this state was saved with {key} = {state.get(key)}, here {key} = {value}")
         self.parked.refuse()
         self.catch_up()
+        self.include_thawed()  # what is trained from the next forward on takes its state too
         self.update.load_state_dict(state)
         if self.owing is not None:
             self.owing.load_state_dict(state.get("compression"))

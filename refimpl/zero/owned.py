@@ -64,6 +64,7 @@ class Owned(optim.Optimizer):
         """
         update = self.stage.update
         update.refuse_under_way()
+        self.stage.include_thawed()  # what is trained from the next forward on takes its state too
         given, here = state_dict.get("slices_of"), self._whose()
         if given is None:
             return take_whole(self.stage, state_dict)

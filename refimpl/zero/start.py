@@ -14,6 +14,7 @@ from refimpl.comm import levels
 from refimpl.comm.board import stacklevel
 from refimpl.comm.first import is_expanded
 from refimpl.comm.group import Group
+from refimpl.zero.config import ZeroConfig
 from refimpl.zero.experts import apart
 from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
@@ -105,13 +106,16 @@ def refuse_different(
     params: Mapping[str, nn.Parameter],
     in_group: Mapping[nn.Parameter, int],
     optimizer: optim.Optimizer | None,
+    config: ZeroConfig,
 ) -> None:
     """Buckets are laid out on each rank by itself, and padded: other models could travel as long as this one.
 
-    With another learning rate on one rank the weights of DDP would part. A collective; a few bytes, as long as all is
-    well. ValueError on every rank. torch: DDP's `_verify_param_shape_across_processes`, which knows shapes alone.
+    With another learning rate on one rank the weights of DDP would part; with other clipping shards would be of no one
+    step. Where a rank's state rests is its own affair. A collective; a few bytes, as long as all is well. ValueError on
+    every rank. torch: DDP's `_verify_param_shape_across_processes`, which knows shapes alone.
     """
-    given = settings(optimizer, type(optimizer))
+    of_stage = {("ZeroConfig:", k): repr(v) for k, v in vars(config).items() if not k.endswith(("_home", "_ratio"))}
+    given = settings(optimizer, type(optimizer)) | of_stage
     mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()], [(*k, v) for k, v in given.items()]
     if len(set(group.all_gather_object(zlib.crc32(repr(mine).encode())))) == 1:
         return
@@ -122,7 +126,7 @@ def refuse_different(
     raise ValueError(
         f"the ranks have different models or optimizers. rank {group.ranks[0]}: {' '.join(here)}; rank "
         f"{group.ranks[rank]}: {' '.join(there)}. Build the same modules in the same order on every rank, train the "
-        "same of them, and give the optimizer the same options"
+        "same of them, and give the optimizer and the stage the same options"
     )
 
 

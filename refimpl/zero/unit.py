@@ -60,7 +60,8 @@ class Unit(Bucket):
         self.shown = Shown()
         super().__init__(params, group, group_index, name, dtype)
         self.mine = group.empty(self.shard_numel, self.dtype, self.device).copy_(self.shard(self.full))  # [S]
-        self.unrounded = None if self.unrounded is None else self.shard(self.unrounded).clone()  # [S]
+        # [S]: of what no optimizer has nobody asks for it, and it would be 4 bytes an element, and not follow a load.
+        self.unrounded = None if self.unrounded is None or group_index < 0 else self.shard(self.unrounded).clone()
         self.changes = 0  # of the weights, since a graph may have been recorded with the old ones
         self.versions = self.written()  # of what was gathered: who writes to it raises them
         self.on_use: Callable[[Unit, str], None] | None = None

@@ -357,9 +357,52 @@ class Cached(nn.Module):
         self.register_buffer("table", torch.arange(float(length)), persistent=False)
 
 
+def test_a_16bit_model_has_buffers_as_they_are(tmp_path: Path) -> None:
+    """They stay in fp32 while it trains, and were rounded to fp16 in the file: this one to inf."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("largest", torch.tensor([1e6]))
+    engine = refimpl.initialize(model=model, config=settings(0, scheduler=None, fp16={"enabled": True}))[0]
+    engine.save_16bit_model(tmp_path, "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["weight"].dtype == torch.float16
+    assert torch.equal(saved["largest"], torch.tensor([1e6]))
+
+
 def test_a_cache_of_another_length_stays_as_it_is(tmp_path: Path) -> None:
     short, long = (refimpl.initialize(model=Cached(n), config=settings(1, scheduler=None))[0] for n in (8, 16))
     short.save_checkpoint(tmp_path)
     long.load_checkpoint(tmp_path)
     assert torch.equal(long.module.table, torch.arange(16.0))
     assert torch.equal(long.module.layer.weight, short.module.layer.weight)
+
+
+class Shared(nn.Module):
+    """A mask that two layers have, as causal masks are, and a layer with running means in two places."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+        self.again, mask = self.norm if tied else nn.BatchNorm1d(4), torch.ones(4)
+        for layer in self.layers:
+            layer.register_buffer("mask", mask if tied else mask.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.again(self.norm(layer(x) * layer.mask))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_buffer_in_two_places_is_saved_under_each_of_its_names(tied: bool, tmp_path: Path) -> None:
+    """It was under its first name alone: the run could not go on, nor could its weights be loaded."""
+    engine, fresh = (
+        refimpl.initialize(model=Shared(is_), config=settings(0, scheduler=None))[0] for is_ in (True, tied)
+    )
+    engine.backward(engine(torch.randn(3, 4)))
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    fresh.load_checkpoint(tmp_path)
+    state = engine.module.state_dict()
+    assert same(dict(fresh.module.state_dict()), state)
+    assert same(in_folder(tmp_path / "global_step1"), state)

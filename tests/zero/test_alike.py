@@ -31,6 +31,7 @@ DIFFERENT = {
     "groups": r"rank 0: 2\.weight .* in the optimizer's group 0; rank 1: 2\.weight .* in the optimizer's group 1",
     "rate": r"rank 0: AdamW, group 0: lr 0\.001; rank 1: AdamW, group 0: lr 0\.002",
     "betas": r"rank 0: AdamW, group 0: betas \(0\.9, 0\.999\); rank 1: AdamW, group 0: betas \(0\.8, 0\.999\)",
+    "clipping": r"rank 0: ZeroConfig: gradient_clipping 0\.0; rank 1: ZeroConfig: gradient_clipping 0\.1",
 }
 
 
@@ -58,7 +59,9 @@ def different(stage: str, how: str) -> str:
         betas=(0.8 if how == "betas" and other else 0.9, 0.999),
     )
     with pytest.raises(ValueError, match="different models") as told:
-        STAGES[stage](model, optimizer, group)
+        STAGES[stage](
+            model, optimizer, group, ZeroConfig(gradient_clipping=0.1 if how == "clipping" and other else 0.0)
+        )
     return str(told.value)
 
 

@@ -80,6 +80,11 @@ def penalised(model: nn.Module, optimizer: torch.optim.Optimizer, data: Callable
         optimizer.zero_grad()
 
 
+def penalised_whole(model: nn.Module, optimizer: torch.optim.Optimizer, data: Callable[[int], Tensor]) -> None:
+    """ZeRO-3 gathers the model as one, as it does blocks on a GPU: the input that is derived by is a leaf module's."""
+    penalised(model, optimizer, data)
+
+
 def recomputed(model: nn.Module, optimizer: torch.optim.Optimizer, data: Callable[[int], Tensor]) -> None:
     for step in range(3):
         x = data(step).requires_grad_()
@@ -178,8 +183,8 @@ def interrupted(model: Any, optimizer: torch.optim.Optimizer, data: Callable[[in
 
 
 LOOPS: list[Loop] = [
-    plain, zeroed_by_the_module, two_losses, two_forwards, penalised, recomputed, with_a_closure, scheduled,
-    clipped_by_value, frozen_and_unfrozen, layers_skipped, interrupted,
+    plain, zeroed_by_the_module, two_losses, two_forwards, penalised, penalised_whole, recomputed, with_a_closure,
+    scheduled, clipped_by_value, frozen_and_unfrozen, layers_skipped, interrupted,
 ]  # fmt: skip
 
 
@@ -209,7 +214,8 @@ def in_every_loop(stage_name: str) -> list[dict[str, Tensor]]:
     for loop, optimizer_of in CASES:
         model = small(group.rank)
         optimizer = optimizer_of(model)
-        stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=40))
+        leaves = (nn.Sequential,) if loop is penalised_whole else ()
+        stage = STAGES[stage_name](model, optimizer, group, ZeroConfig(reduce_bucket_size=40, leaf_modules=leaves))
         loop(model, optimizer, lambda step: batch(step, group.rank))
         ends.append({name: w.clone() for name, w in model.state_dict().items()})
         hook = model[0].weight.register_hook(lambda _: 1 / 0)

@@ -8,6 +8,7 @@ from training import STAGES, differing
 from worlds import run
 
 from refimpl.comm.group import Group
+from refimpl.zero.config import ZeroConfig
 from refimpl.zero.stage import Stage
 
 LAYER = ("1.weight", "1.bias")
@@ -21,8 +22,11 @@ def grow(how: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
         optimizer.add_param_group({"params": later, "lr": 0.05, "weight_decay": 0.0})
 
 
-def trained(stage_name: str, how: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights and moments after four steps. `thawed`: the layer is in two groups, `added`: the weight in none."""
+def trained(stage_name: str, how: str, dtype: torch.dtype, cast: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The weights and moments after four steps. `thawed`: the layer is in two groups, `added`: the weight in none.
+
+    cast: what the stage makes of the model.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)).to(dtype)
     named = dict(model.named_parameters())
@@ -32,10 +36,10 @@ def trained(stage_name: str, how: str, dtype: torch.dtype) -> dict[str, Tensor]:
         groups = [{"params": list(named.values())}]
     optimizer = torch.optim.AdamW(groups[: 2 if how == "thawed" else 1], lr=0.1, weight_decay=0.1)
     model[1].requires_grad_(False)
-    stage = STAGES[stage_name](model, optimizer, Group.world())  # type: ignore[call-arg]
+    stage = STAGES[stage_name](model, optimizer, Group.world(), ZeroConfig(dtype=cast))  # type: ignore[call-arg]
     for step in range(4):
         grow(how, model, optimizer, step)
-        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + stage.group.rank)).to(dtype)
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + stage.group.rank)).to(cast or dtype)
         stage.backward(model(x).float().square().sum())
         stage.step()
         model.zero_grad()
@@ -56,6 +60,12 @@ def test_half_a_layer_is_trained_as_in_ddp(how: str, dtype: torch.dtype, ranks: 
     base, zero3 = (run(trained, stage, how, dtype, ranks=ranks) for stage in ("ddp", "zero3"))
     for mine, theirs in zip(zero3, base, strict=True):
         assert not differing(mine, theirs)
+
+
+def test_what_is_thawed_begins_with_the_weight_that_computed() -> None:
+    """ZeRO-3 kept what rounding had taken off what is frozen: 4 bytes an element, and no longer true behind a load."""
+    base, zero3 = (run(trained, stage, "one group", torch.float32, torch.bfloat16) for stage in ("ddp", "zero3"))
+    assert not differing(zero3[0], base[0])
 
 
 def added_one_by_one() -> int:

@@ -53,7 +53,10 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -
         optimizer.zero_grad()
 
 
-def goes_on(stage_name: str, make: Callable[..., torch.optim.Optimizer], config: ZeroConfig, used: int) -> None:
+def goes_on(
+    stage_name: str, make: Callable[..., torch.optim.Optimizer], config: ZeroConfig, used: int, thaws: bool = False
+) -> None:
+    """thaws: the first layer is trained from the load on."""
     alone, model = small(), small()
     by = make(alone)
     steps(alone, by, 0, used)
@@ -61,8 +64,10 @@ def goes_on(stage_name: str, make: Callable[..., torch.optim.Optimizer], config:
     for state in saved[1]["state"].values() if config.dtype else ():  # by a model that was itself in 16 bits
         state |= {key: x.to(config.dtype) for key, x in state.items() if key != "step"}
     optimizer = make(model, lr=5.0)
+    model.get_submodule("0").requires_grad_(not thaws)
     stage = STAGES[stage_name](model, optimizer, config=config)
     steps(model, optimizer, 0, 1)  # what was here before is gone afterwards
+    model.requires_grad_(True)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -87,6 +92,12 @@ def test_what_a_plain_run_saved_goes_on(stage: str, make: Callable[..., torch.op
 def test_into_a_home_and_onto_masters(stage: str) -> None:
     run(goes_on, stage, two_groups, ZeroConfig(optimizer_home=Host()), 2)
     run(goes_on, stage, two_groups, ZeroConfig(dtype=torch.bfloat16), 2)
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_what_was_thawed_before_the_load_takes_its_state_too(stage: str) -> None:
+    """It had none, without a word: what is thawed is laid out by the next forward, which came behind the load."""
+    run(goes_on, stage, momentum, ZeroConfig(), 4, True)
 
 
 def halves(model: Any) -> torch.optim.Optimizer:
