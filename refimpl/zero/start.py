@@ -20,6 +20,12 @@ from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
 from refimpl.zero.settings import settings
 
+# In what a rank's ZeroConfig may differ: where its state rests; and an operator of the user's may have no words.
+OWN = {
+    "optimizer_home", "gradient_home", "parameter_home", "offload_ratio", "sub_group_size", "max_in_host",
+    "compression",
+}  # fmt: skip
+
 
 def ranks_of(model: nn.Module) -> Group:
     """All ranks of the job; of a process that is alone, on the device that has the model's parameters."""
@@ -111,10 +117,10 @@ def refuse_different(
     """Buckets are laid out on each rank by itself, and padded: other models could travel as long as this one.
 
     With another learning rate on one rank the weights of DDP would part; with other clipping shards would be of no one
-    step. Where a rank's state rests is its own affair. A collective; a few bytes, as long as all is well. ValueError on
-    every rank. torch: DDP's `_verify_param_shape_across_processes`, which knows shapes alone.
+    step. A collective; a few bytes, as long as all is well. ValueError on every rank. torch: DDP's
+    `_verify_param_shape_across_processes`, which knows shapes alone.
     """
-    of_stage = {("ZeroConfig:", k): repr(v) for k, v in vars(config).items() if not k.endswith(("_home", "_ratio"))}
+    of_stage = {("ZeroConfig:", key): repr(value) for key, value in vars(config).items() if key not in OWN}
     given = settings(optimizer, type(optimizer)) | of_stage
     mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()], [(*k, v) for k, v in given.items()]
     if len(set(group.all_gather_object(zlib.crc32(repr(mine).encode())))) == 1:

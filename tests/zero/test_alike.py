@@ -1,6 +1,7 @@
 """Ranks that bring different models are told at once, all of them: what is padded could travel as long as another."""
 
 import copy
+import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.comm.mesh import Mesh
+from refimpl.compress.compression import Compression
+from refimpl.compress.topk import TopK
 from refimpl.launch import RankError
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.stage import Stage
@@ -70,6 +73,26 @@ def test_different_models_are_refused_on_every_rank(stage: str, how: str, ranks:
     texts = run(different, stage, how, ranks=ranks)
     assert len(set(texts)) == 1
     assert re.search(DIFFERENT[how], texts[0]), texts[0]
+
+
+class Own(TopK):
+    """An operator of the user's, of which each rank says something else: by default where it lies in memory."""
+
+    def __repr__(self) -> str:
+        return f"<Own of {os.getpid()}>"
+
+
+def of_a_ranks_own(stage: str) -> None:
+    group = Group.world()
+    model = nn.Linear(5, 7)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = ZeroConfig(compression=Compression(Own(0.5)), sub_group_size=16 * (1 + group.rank))
+    STAGES[stage](model, optimizer, group, config)
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1"])
+def test_what_is_a_ranks_own_affair_may_differ(stage: str) -> None:
+    run(of_a_ranks_own, stage)
 
 
 CHANGED: dict[str, tuple[Any, str]] = {

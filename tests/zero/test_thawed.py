@@ -1,5 +1,7 @@
 """Parameters trained later, one of a layer at a time: under ZeRO-3 a unit is then trained in part."""
 
+import copy
+
 import pytest
 import torch
 from pairs import pairwise
@@ -66,6 +68,34 @@ def test_what_is_thawed_begins_with_the_weight_that_computed() -> None:
     """ZeRO-3 kept what rounding had taken off what is frozen: 4 bytes an element, and no longer true behind a load."""
     base, zero3 = (run(trained, stage, "one group", torch.float32, torch.bfloat16) for stage in ("ddp", "zero3"))
     assert not differing(zero3[0], base[0])
+
+
+def loaded_into_what_was_thawed(stage_name: str) -> None:
+    """A run, and one that thaws its layer and then takes the first one's state, are the same from there on."""
+    ends, state = [], None
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model[0].requires_grad_(False)
+        stage = STAGES[stage_name](model, optimizer, Group.world())  # type: ignore[call-arg]
+        model.requires_grad_(True)
+        steps = 1 if state else 2
+        if state:
+            stage.load_state_dict(state)
+        for left in reversed(range(steps)):
+            stage.backward(model(torch.full((2, 5), 1.0 + left)).square().sum())
+            stage.step()
+            if left:
+                state = copy.deepcopy(stage.state_dict())
+        ends.append({name: stage.full_parameter(name) for name in stage.names.values()})
+        ends[-1] |= {f"{name}'s": stage.full_state(name, "exp_avg") for name in stage.names.values()}
+    assert not differing(*ends)
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_what_was_thawed_before_a_load_takes_its_state_too(stage: str) -> None:
+    run(loaded_into_what_was_thawed, stage)
 
 
 def added_one_by_one() -> int:
