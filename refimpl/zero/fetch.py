@@ -68,6 +68,7 @@ class Fetch:
         self.is_recorded = False  # whether the backward under way is
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
+        self.on_leaves: list[Any] = []  # hooks on tensors that outlive the graph, such as one input of every step
         used = weakly(self.used)
         for unit in self.units:
             unit.on_use, unit.among, unit.unit_at = used, self.gathered, self.unit_at
@@ -97,7 +98,8 @@ class Fetch:
             # No gradient will say that backward is through with them; the gradient of the module's input does.
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
-                    tensor.register_hook(weakly(self.after_backward, module))  # type: ignore[no-untyped-call]
+                    handle = tensor.register_hook(weakly(self.after_backward, module))  # type: ignore[no-untyped-call]
+                    self.on_leaves += [handle] if tensor.grad_fn is None else []
         if module in self.several and torch.is_grad_enabled():
             self.hold(module, [t for t in tensors_of((args, kwargs)) if t.requires_grad])
 
@@ -142,7 +144,8 @@ class Fetch:
                 if tensor.requires_grad:
                     node = tensor.grad_fn  # its hooks come after the tensor's: a leaf module behind is freed first
                     hooked = tensor.register_hook if node is None else node.register_prehook
-                    hooked(weakly(self.before_backward, module))
+                    handle = hooked(weakly(self.before_backward, module))
+                    self.on_leaves += [handle] if node is None else []
         if not in_backward():
             busy = [u for inside in self.running for u in self.units_of[inside.module]]
             done = [u for u in self.units_of[module] if u not in busy]
@@ -247,6 +250,8 @@ class Fetch:
         self.keeps, self.is_recorded = self.is_recorded, False
         if not self.keeps:
             self.release(self.units)
+            while self.on_leaves:
+                self.on_leaves.pop().remove()
 
     def remove(self) -> None:
         """Let go of the modules."""

@@ -296,6 +296,23 @@ def test_joined_units_are_gathered_once_for_a_run_of_modules(prefetch: int, froz
     assert [sent for _, sent, _ in joined] == [4 / 2 * ((4 if frozen else 3) * row + 2 * two)] * 3
 
 
+def hooks_on_one_input() -> list[int]:
+    """Of a picture that is itself improved, by a network that is frozen but for its last layer; step by step."""
+    model = nn.Sequential(nn.Linear(13, 13), nn.Identity(), nn.Linear(13, 1))
+    model[0].requires_grad_(False)
+    stage, picture, found = built(model), torch.ones(2, 13, requires_grad=True), list[int]()
+    for _ in range(3):
+        stage.backward(model(picture).square().mean())
+        stage.step()
+        found.append(len(picture._backward_hooks or ()))
+    return found
+
+
+def test_a_tensor_that_outlives_the_step_keeps_no_hook() -> None:
+    """It had one more after each, all of which the next backward ran."""
+    assert run(hooks_on_one_input) == [[0, 0, 0]] * 2
+
+
 @pytest.mark.parametrize(("on_gpu", "asked", "expected"), [(True, None, 3), (True, False, 0), (False, None, 0)])
 def test_blocks_are_gathered_whole_on_a_gpu(on_gpu: bool, asked: bool | None, expected: int) -> None:
     assert len(leaves(Net(), ZeroConfig(gather_blocks=asked), on_gpu)) == expected
