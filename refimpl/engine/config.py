@@ -98,7 +98,8 @@ def _whole_parameters_stay(settings: DeepSpeedConfig, rank: int) -> DeepSpeedCon
     zero, nothing = settings.zero_optimization, ZeroOptimization()
     if zero.stage == 3:
         return settings
-    asked = [name for name in ("offload_param", *PLUS) if getattr(zero, name) not in (getattr(nothing, name), 0)]
+    asked = [name for name in PLUS if getattr(zero, name) not in (getattr(nothing, name), 0)]
+    asked += ["offload_param"] if zero.offload_param.device != "none" else []
     if asked and rank == 0:
         warnings.warn(
             f"{', '.join(f'zero_optimization.{name}' for name in asked)}: parameters are sharded in stage 3 only, not "
