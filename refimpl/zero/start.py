@@ -130,7 +130,7 @@ def refuse_different(
     pairs = (pair for both in zip(first, theirs, strict=True) for pair in zip_longest(*both, fillvalue=("nothing",)))
     here, there = next(pair for pair in pairs if pair[0] != pair[1])
     raise ValueError(
-        f"the ranks have different models or optimizers. rank {group.ranks[0]}: {' '.join(here)}; rank "
+        f"the ranks have different models, optimizers or settings. rank {group.ranks[0]}: {' '.join(here)}; rank "
         f"{group.ranks[rank]}: {' '.join(there)}. Build the same modules in the same order on every rank, train the "
         "same of them, and give the optimizer and the stage the same options"
     )
