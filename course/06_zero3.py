@@ -387,7 +387,7 @@ show.diff(Zero2, Zero3)
 # whole, and begins to gather those that come next.
 
 # %%
-from refimpl.zero.fetch import Fetch
+from refimpl.zero.gather.fetch import Fetch
 
 show.source(Fetch.after_forward, Fetch.need, docstrings=True)
 
@@ -844,9 +844,9 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 # - **Quiz:** `refimpl quiz --topic zero`, or `Quiz("zero")` of `refimpl.notebook` in a cell
 # - **Tests behind this chapter:** [tests/zero/test_zero3.py](../tests/zero/test_zero3.py),
 #   [tests/zero/test_order.py](../tests/zero/test_order.py) and [tests/zero/test_init.py](../tests/zero/test_init.py).
-# - **Code:** [refimpl/zero/zero3.py](../refimpl/zero/zero3.py), [unit.py](../refimpl/zero/unit.py),
-#   [fetch.py](../refimpl/zero/fetch.py), [prefetch.py](../refimpl/zero/prefetch.py),
-#   [path.py](../refimpl/zero/path.py), [order.py](../refimpl/zero/order.py), [init.py](../refimpl/zero/init.py).
+# - **Code:** [refimpl/zero/zero3.py](../refimpl/zero/zero3.py), [unit.py](../refimpl/zero/gather/unit.py),
+#   [fetch.py](../refimpl/zero/gather/fetch.py), [prefetch.py](../refimpl/zero/gather/prefetch.py),
+#   [path.py](../refimpl/zero/gather/path.py), [order.py](../refimpl/zero/gather/order.py), [init.py](../refimpl/zero/init.py).
 # - **DeepSpeed:**
 #   [deepspeed/runtime/zero/stage3.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/stage3.py),
 #   [partition_parameters.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/zero/partition_parameters.py)

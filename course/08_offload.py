@@ -432,7 +432,7 @@ show.source(Host.rounds, Disk.rounds)
 # is under way. What is left of an update is a loop over parts:
 
 # %%
-from refimpl.zero.offloaded import OffloadedUpdate
+from refimpl.zero.offload.offloaded import OffloadedUpdate
 
 show.source(OffloadedUpdate.update_parts, OffloadedUpdate.round)
 
@@ -440,7 +440,7 @@ show.source(OffloadedUpdate.update_parts, OffloadedUpdate.round)
 # `hand_out` gives the part's elements their gradient, `step_inside` runs the user's own torch optimizer on them: AdamW
 # treats every element by itself, so a model updated in parts gets the same bits. An optimizer that looks at a whole
 # parameter (LAMB's trust ratio, Muon's orthogonalised matrix) cannot be cut like that: all its parts are updated at once
-# in the host's memory ([offloaded_whole.py](../refimpl/zero/offloaded_whole.py)), and with a disk it is refused.
+# in the host's memory ([offloaded_whole.py](../refimpl/zero/offload/offloaded_whole.py)), and with a disk it is refused.
 #
 # And what does offload add to a *stage*? These are all the lines of the four stages, and of what they have in common,
 # that know of it, docstrings aside:
@@ -448,7 +448,8 @@ show.source(OffloadedUpdate.update_parts, OffloadedUpdate.round)
 # %%
 import re
 
-from refimpl.zero import chosen, ddp, hooked, stage, zero1, zero2, zero3
+from refimpl.zero import chosen, ddp, stage, zero1, zero2, zero3
+from refimpl.zero.loop import hooked
 
 KNOWS = re.compile(r"offload|_home\b|shelf|delayed|catch_up", re.IGNORECASE)
 for module in (ddp, zero1, zero2, zero3, stage, hooked, chosen):
@@ -959,8 +960,8 @@ scratch.cleanup()
 # - **Tests behind this chapter:** [tests/offload](../tests/offload/test_pipeline.py): order of events, a full disk, an
 #   altered block, a killed process; [tests/zero/test_offloaded.py](../tests/zero/test_offloaded.py): bits for every home.
 # - **Code:** [homes.py](../refimpl/offload/homes.py), [blocks.py](../refimpl/offload/blocks.py),
-#   [pipeline.py](../refimpl/offload/pipeline.py), [offloaded.py](../refimpl/zero/offloaded.py),
-#   [parts.py](../refimpl/zero/parts.py), [delayed.py](../refimpl/zero/delayed.py).
+#   [pipeline.py](../refimpl/offload/pipeline.py), [offloaded.py](../refimpl/zero/offload/offloaded.py),
+#   [parts.py](../refimpl/zero/offload/parts.py), [delayed.py](../refimpl/zero/offload/delayed.py).
 # - **DeepSpeed:**
 #   [deepspeed/runtime/swap_tensor/pipelined_optimizer_swapper.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/swap_tensor/pipelined_optimizer_swapper.py).
 # - **Papers:** Ren et al. 2021, [arXiv:2101.06840](https://arxiv.org/abs/2101.06840) (the host; section 5.2: one step

@@ -170,7 +170,7 @@ from refimpl.offload.blocks import OffloadWarning
 from refimpl.offload.homes import Disk
 from refimpl.offload.shelf import Shelf
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.unit import Unit
+from refimpl.zero.gather.unit import Unit
 from refimpl.zero.zero3 import Zero3
 
 warnings.simplefilter("ignore", OffloadWarning)  # a file system without O_DIRECT says so
@@ -250,7 +250,7 @@ from refimpl.model.gpt import GPTConfig
 from refimpl.notebook import twin
 from refimpl.offload.blocks import OffloadWarning, pages
 from refimpl.offload.homes import Disk
-from refimpl.zero.parts import size_of
+from refimpl.zero.offload.parts import size_of
 
 config = GPTConfig(width=128, layers=8, heads=4, context=32)
 

@@ -507,7 +507,7 @@ show.source(exchange.Scattered.scatter, exchange.Served.steps)
 # fp32, int4 again to the node that needs it. Each gradient is rounded twice; on a ring it would be rounded $N - 1$ times.
 
 # %%
-from refimpl.zero import quantised_sum
+from refimpl.zero.reduction import quantised_sum
 
 show.source(quantised_sum.QuantisedSum._steps, quantised_sum.QuantisedSum._hop)
 
@@ -721,7 +721,7 @@ for name, operator in {
 # - **Code:** [link.py](../refimpl/comm/link.py), [hierarchy.py](../refimpl/comm/hierarchy.py),
 #   [halving.py](../refimpl/comm/halving.py), [tree.py](../refimpl/comm/tree.py),
 #   [level_model.py](../refimpl/comm/level_model.py), [compress/](../refimpl/compress/compressor.py),
-#   [plus.py](../refimpl/zero/plus.py), [one_bit_adam.py](../refimpl/optim/one_bit_adam.py),
+#   [plus.py](../refimpl/zero/gather/plus.py), [one_bit_adam.py](../refimpl/optim/one_bit_adam.py),
 #   [diloco.py](../refimpl/optim/diloco.py).
 # - **DeepSpeed:**
 #   [deepspeed/runtime/comm/coalesced_collectives.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/comm/coalesced_collectives.py)

@@ -961,7 +961,7 @@ pd.DataFrame(rows, columns=columns)
 # - **Code:** [blocks.py](../refimpl/parallel/context/blocks.py), [ring.py](../refimpl/parallel/context/ring.py),
 #   [ulysses.py](../refimpl/parallel/context/ulysses.py), [layout.py](../refimpl/parallel/context/layout.py),
 #   [mesh.py](../refimpl/comm/mesh.py), [axes.py](../refimpl/comm/axes.py), [cut.py](../refimpl/engine/cut.py),
-#   [beyond.py](../refimpl/zero/beyond.py), [search.py](../refimpl/plan/search.py).
+#   [beyond.py](../refimpl/zero/agreement/beyond.py), [search.py](../refimpl/plan/search.py).
 # - **DeepSpeed:**
 #   [deepspeed/sequence/layer.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/sequence/layer.py)
 #   (Ulysses), [deepspeed/utils/groups.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/groups.py).

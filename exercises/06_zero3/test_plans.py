@@ -9,7 +9,7 @@ from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.prefetch import Trace, next_ones
+from refimpl.zero.gather.prefetch import Trace, next_ones
 
 
 @dataclass(eq=False)

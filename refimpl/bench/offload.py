@@ -36,7 +36,7 @@ from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, Block
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.offloaded import OffloadedUpdate
+from refimpl.zero.offload.offloaded import OffloadedUpdate
 from refimpl.zero.stage import Stage
 
 HEAT = ("stage", "ranks", "parameters")

@@ -41,9 +41,9 @@ from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.comm.group import Group
 from refimpl.engine.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
-from refimpl.zero.alike import raised_alone
-from refimpl.zero.own_states import own_states
-from refimpl.zero.start import refuse_added
+from refimpl.zero.agreement.alike import raised_alone
+from refimpl.zero.loop.start import refuse_added
+from refimpl.zero.optimizer.own_states import own_states
 
 FAILED = ".failed"
 CANNOT = "could not write its part"

@@ -23,9 +23,9 @@ from refimpl.checkpoint.tree import encode
 from refimpl.engine.state import TrainingState
 from refimpl.engine.whole import joined, portions
 from refimpl.optim.travelling import MASK
-from refimpl.zero.counted import counted
+from refimpl.zero.gather.saved import named_tensors
+from refimpl.zero.optimizer.counted import counted
 from refimpl.zero.portable import parts, place_of
-from refimpl.zero.saved import named_tensors
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
 

@@ -35,8 +35,8 @@ from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.parallel.split import Split
 from refimpl.parallel.swap import Plan, called, gpt_plan, parallelize
 from refimpl.parallel.tensor import cuts
-from refimpl.zero.beyond import Spans
-from refimpl.zero.unit import unit_of
+from refimpl.zero.agreement.beyond import Spans
+from refimpl.zero.gather.unit import unit_of
 
 # Of a model: what was asked for by deepspeed.tp_model_init.
 AUTOTP_SIZE, AUTOTP_DTYPE, AUTOTP_RANKS = "_autotp_size", "_autotp_dtype", "_autotp_ranks"

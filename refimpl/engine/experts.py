@@ -21,7 +21,7 @@ from refimpl.parallel.expert.auto import autoep, expert_portions
 from refimpl.parallel.expert.marks import is_expert, name_of, ranks_of
 from refimpl.parallel.expert.swap import mark_again, sharing
 from refimpl.zero.experts import apart
-from refimpl.zero.unit import unit_of
+from refimpl.zero.gather.unit import unit_of
 
 SAME_NAME = "same_name_elsewhere"  # on an expert's parameter whose name another rank has for another expert
 

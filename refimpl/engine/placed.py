@@ -17,9 +17,9 @@ from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.engine.sections import SparseAttention as SparseSection
 from refimpl.model.patterns.named import pattern_named
 from refimpl.model.sparse_swap import make_sparse
+from refimpl.zero.gather.unit import Unit, unit_of, whole
+from refimpl.zero.gather.units import make_whole
 from refimpl.zero.parameter import place
-from refimpl.zero.unit import Unit, unit_of, whole
-from refimpl.zero.units import make_whole
 
 IN_FP32 = {  # transformers' lists that count in a dtype
     torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),

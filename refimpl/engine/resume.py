@@ -36,7 +36,7 @@ from refimpl.engine.whole import portions_by_name
 from refimpl.offload.homes import Host
 from refimpl.parallel.autotp import common_numbers
 from refimpl.zero import portable
-from refimpl.zero.own_states import put_own_states
+from refimpl.zero.optimizer.own_states import put_own_states
 from refimpl.zero.portable import restore
 from refimpl.zero.stage import Stage
 

@@ -22,7 +22,7 @@ from refimpl.checkpoint.folder import Folder, notes_file
 from refimpl.engine.contents import COUNTERS, param_groups
 from refimpl.engine.state import TrainingState
 from refimpl.optim.travelling import MASK
-from refimpl.zero.counted import counted, put_counted
+from refimpl.zero.optimizer.counted import counted, put_counted
 
 SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what a schedule writes into the optimizer's groups
 

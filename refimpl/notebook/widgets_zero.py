@@ -15,7 +15,7 @@ from refimpl.notebook import show
 from refimpl.notebook.widgets import Knobs
 from refimpl.plan.formulas import STRATEGIES, Layout, Strategy, memory_bytes
 from refimpl.zero.flat import ALIGN, cut_into_buckets, round_up
-from refimpl.zero.owners import owners
+from refimpl.zero.gather.owners import owners
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,8 +9,9 @@ every singular value, divided by their norm at first, to between 0.7 and 1.2.
 4 bytes of state a matrix's element in fp32 where AdamW keeps 8, and 2 while it steps.
 
 The momentum is element-wise, orthogonal() is not: it needs the whole matrix. Where a rank has a part of it, the parts
-of u travel in bf16 (`whole_matrices`, set by a ZeRO stage: zero/whole_matrices.py), so DDP and ZeRO-1, 2, 3 end with
-the bits of one process. Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982, algorithm 1.
+of u travel in bf16 (`whole_matrices`, set by a ZeRO stage: zero/optimizer/whole_matrices.py), so DDP and ZeRO-1, 2, 3
+end with the bits of one process. Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982,
+algorithm 1.
 DeepSpeed's file: runtime/zero/muon/original_muon.py. Its "gram" is the same polynomial by way of X X^T, in fp16; it
 clips what has been made orthogonal, here gradients are clipped as for every optimizer.
 """

@@ -2,7 +2,7 @@
 
 A unit is a block, as on a GPU, the embedding, the learned positions, the last norm or the head; a tied embedding is the
 model's own, whole from its first to its last use. The walk asks the same two functions as the stage itself
-(`refimpl/zero/prefetch.py`), so that its bytes are those that `MemoryMeter` counts. What is smaller than
+(`refimpl/zero/gather/prefetch.py`), so that its bytes are those that `MemoryMeter` counts. What is smaller than
 `stage3_param_persistence_threshold` stays whole on every rank; it is not counted here: biases and norms, about 1/w.
 With DeepSpeed's own budgets about a billion elements stay for backward: 2 GB in 16 bits.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from refimpl.plan.shape import Shape
 from refimpl.zero.flat import ALIGN, round_up
-from refimpl.zero.prefetch import Pass, Trace, next_ones, soon_again
+from refimpl.zero.gather.prefetch import Pass, Trace, next_ones, soon_again
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from torch import Tensor, nn, optim
 if TYPE_CHECKING:
     from refimpl.comm.group import Group
     from refimpl.zero.backward import BackwardPass
-    from refimpl.zero.buffers import Buffers
-    from refimpl.zero.compressed import Compressed
     from refimpl.zero.config import ZeroConfig
     from refimpl.zero.flat import Bucket
-    from refimpl.zero.grad_view import GradientView
     from refimpl.zero.gradients import Gradients
-    from refimpl.zero.parked import Parked
-    from refimpl.zero.scaled import Scaled
+    from refimpl.zero.loop.buffers import Buffers
+    from refimpl.zero.loop.grad_view import GradientView
+    from refimpl.zero.loop.parked import Parked
+    from refimpl.zero.loop.scaled import Scaled
+    from refimpl.zero.reduction.compressed import Compressed
     from refimpl.zero.update import Update
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from torch import optim
 
 from refimpl.optim.travelling import Travelling
-from refimpl.zero.compressed import Compressed
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.delayed import DelayedUpdate
 from refimpl.zero.gradients import Gradients
-from refimpl.zero.kind import is_layerwise
-from refimpl.zero.offloaded import OffloadedUpdate
-from refimpl.zero.offloaded_whole import OffloadedWhole
-from refimpl.zero.one_bit import OneBitUpdate, Reduce, unless_local
+from refimpl.zero.offload.delayed import DelayedUpdate
+from refimpl.zero.offload.offloaded import OffloadedUpdate
+from refimpl.zero.offload.offloaded_whole import OffloadedWhole
+from refimpl.zero.optimizer.kind import is_layerwise
+from refimpl.zero.reduction.compressed import Compressed
+from refimpl.zero.reduction.one_bit import OneBitUpdate, Reduce, unless_local
 from refimpl.zero.update import Update
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ PLUS = (
 
 @dataclass(frozen=True)
 class LoCo:
-    """How what quantised gradients lose is kept: see `refimpl.zero.loco`."""
+    """How what quantised gradients lose is kept: see `refimpl.zero.reduction.loco`."""
 
     err_beta: float = 0.8  # how much of the error so far stays in its moving average
     reset_T: int = 1024  # steps after which the error is dropped

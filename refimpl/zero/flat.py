@@ -25,7 +25,7 @@ from refimpl.offload.shelf import Shelf
 from refimpl.zero.parameter import Managed, place
 
 if TYPE_CHECKING:
-    from refimpl.zero.quantised_sum import QuantisedSum
+    from refimpl.zero.reduction.quantised_sum import QuantisedSum
 
 ALIGN = 64  # elements: torch's fused AdamW gives the same bits on any cut that falls on a multiple of 64
 ALIGN_PARAMETER = 16  # elements: a vector of AVX-512, see `Slices.set_apart`; cuBLAS likes a matrix to begin on 8

@@ -25,10 +25,10 @@ from refimpl.comm.group import Group
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import is_here
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.filling import Filling
 from refimpl.zero.flat import Bucket
-from refimpl.zero.flights import Flight, Flights, Reduction
 from refimpl.zero.parameter import GRAD, REQUIRES_GRAD
+from refimpl.zero.reduction.filling import Filling
+from refimpl.zero.reduction.flights import Flight, Flights, Reduction
 
 IN_FLIGHT = 2  # two buckets travel while a third fills
 DROPPED = (

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from refimpl.comm import levels
 from refimpl.comm.group import Group
 from refimpl.offload.homes import Host
+from refimpl.zero.gather.saved import StateDicts
+from refimpl.zero.gather.unit import Unit, unit_of, whole
 from refimpl.zero.parameter import Managed, stage_of
-from refimpl.zero.saved import StateDicts
-from refimpl.zero.unit import Unit, unit_of, whole
 
 
 class Init:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from refimpl.zero.cast import Cast, became, converted
+from refimpl.zero.gather.cast import Cast, became, converted
 
 if TYPE_CHECKING:
+    from refimpl.zero.gather.unit import Unit
     from refimpl.zero.stage import Stage
-    from refimpl.zero.unit import Unit
 
 _TENSOR: Any = Tensor  # its descriptors are how a subclass reaches what it overrides
 DATA, GRAD, REQUIRES_GRAD = _TENSOR.data, _TENSOR.grad, _TENSOR.requires_grad

@@ -20,8 +20,8 @@ from refimpl.checkpoint.place import Place
 from refimpl.checkpoint.tensors import Later
 from refimpl.offload.blocks import Buffer
 from refimpl.offload.homes import is_here
-from refimpl.zero.counted import clear_states
 from refimpl.zero.flat import Bucket, round_up
+from refimpl.zero.optimizer.counted import clear_states
 from refimpl.zero.parameter import DATA
 
 if TYPE_CHECKING:

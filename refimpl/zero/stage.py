@@ -24,26 +24,26 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group
 from refimpl.offload.blocks import OffloadError
 from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero import start
-from refimpl.zero.alike import Alike
+from refimpl.zero.agreement.alike import Alike
+from refimpl.zero.agreement.beside import Beside
 from refimpl.zero.backward import BackwardPass, refuse_inside
-from refimpl.zero.beside import Beside
-from refimpl.zero.buffers import Buffers
 from refimpl.zero.chosen import gradients_of, update_kind
-from refimpl.zero.compressed import Compressed
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.experts import apart
 from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
-from refimpl.zero.flights import Reduction
-from refimpl.zero.grad_view import GradientView
 from refimpl.zero.gradients import take_raw_grad
-from refimpl.zero.held import Held
-from refimpl.zero.hooked import Hooked
-from refimpl.zero.owned import not_taken, take_over
+from refimpl.zero.loop import start
+from refimpl.zero.loop.buffers import Buffers
+from refimpl.zero.loop.grad_view import GradientView
+from refimpl.zero.loop.held import Held
+from refimpl.zero.loop.hooked import Hooked
+from refimpl.zero.loop.owned import not_taken, take_over
+from refimpl.zero.loop.parked import Parked
+from refimpl.zero.loop.scaled import Scaled
+from refimpl.zero.loop.wrapped import refuse_wrapping
 from refimpl.zero.parameter import Freed, Managed, Shown, stage_of
-from refimpl.zero.parked import Parked
-from refimpl.zero.scaled import Scaled
-from refimpl.zero.wrapped import refuse_wrapping
+from refimpl.zero.reduction.compressed import Compressed
+from refimpl.zero.reduction.flights import Reduction
 
 
 class Stage(Hooked, Beside, Held):

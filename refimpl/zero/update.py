@@ -19,20 +19,20 @@ from torch import Tensor, nn, optim
 from refimpl.comm.group import Group
 from refimpl.comm.streams import told
 from refimpl.optim.loss_scale import LossScaler
-from refimpl.zero.beyond import Beyond
+from refimpl.zero.agreement.beyond import Beyond
+from refimpl.zero.agreement.missed import FROZEN, is_parted, summed, without
+from refimpl.zero.agreement.settings import WORDS, are_equal, checksum
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.flat import Bucket
-from refimpl.zero.masters import Masters
-from refimpl.zero.missed import FROZEN, is_parted, summed, without
-from refimpl.zero.owing import Owing
-from refimpl.zero.settings import WORDS, are_equal, checksum
-from refimpl.zero.slices import Slices
-from refimpl.zero.whole_matrices import WholeMatrices
-from refimpl.zero.whole_squares import WholeSquares
+from refimpl.zero.optimizer.masters import Masters
+from refimpl.zero.optimizer.slices import Slices
+from refimpl.zero.optimizer.whole_matrices import WholeMatrices
+from refimpl.zero.optimizer.whole_squares import WholeSquares
+from refimpl.zero.reduction.owing import Owing
 
 if TYPE_CHECKING:
-    from refimpl.zero.alike import Alike
-    from refimpl.zero.resting import Resting
+    from refimpl.zero.agreement.alike import Alike
+    from refimpl.zero.reduction.resting import Resting
 
 NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
 

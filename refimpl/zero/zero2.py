@@ -12,7 +12,7 @@ A gradient's way: backward -> `Gradients.arrive` -> bucket full -> `reduce` -> `
 from torch import Tensor
 
 from refimpl.zero.flat import Bucket
-from refimpl.zero.flights import Reduction
+from refimpl.zero.reduction.flights import Reduction
 from refimpl.zero.stage import Stage
 
 

@@ -17,19 +17,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from refimpl.zero.experts import apart
-from refimpl.zero.fetch import Fetch
 from refimpl.zero.flat import Bucket, lay_out
-from refimpl.zero.flights import Reduction
-from refimpl.zero.owing import Owing
-from refimpl.zero.owners import joined, leaves, owners
+from refimpl.zero.gather.fetch import Fetch
+from refimpl.zero.gather.owners import joined, leaves, owners
+from refimpl.zero.gather.path import Path
+from refimpl.zero.gather.plus import Plus
+from refimpl.zero.gather.saved import StateDicts, copied, named_tensors
+from refimpl.zero.gather.unit import Unit, unit_of, whole
+from refimpl.zero.gather.units import make_units, resident
+from refimpl.zero.loop.start import share
 from refimpl.zero.parameter import DATA
-from refimpl.zero.path import Path
-from refimpl.zero.plus import Plus
-from refimpl.zero.saved import StateDicts, copied, named_tensors
+from refimpl.zero.reduction.flights import Reduction
+from refimpl.zero.reduction.owing import Owing
 from refimpl.zero.stage import Stage
-from refimpl.zero.start import share
-from refimpl.zero.unit import Unit, unit_of, whole
-from refimpl.zero.units import make_units, resident
 
 
 class Zero3(Stage):

@@ -14,7 +14,7 @@ from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.notebook import twin
 from refimpl.offload.blocks import PAGE, pages
 from refimpl.offload.homes import Disk
-from refimpl.zero.parts import Part
+from refimpl.zero.offload.parts import Part
 
 CONFIG = GPTConfig(vocab=256, context=32, width=64, layers=2, heads=2)
 

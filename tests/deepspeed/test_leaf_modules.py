@@ -5,7 +5,7 @@ from torch import nn
 
 import refimpl.deepspeed as deepspeed
 from refimpl.engine.keys import ConfigWarning
-from refimpl.zero.unit import unit_of
+from refimpl.zero.gather.unit import unit_of
 
 
 class Inner(nn.Linear):

@@ -12,7 +12,7 @@ import refimpl
 from refimpl.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from refimpl.deepspeed.runtime.zero.offload_states import get_state_devices
 from refimpl.zero.init import GatheredParameters
-from refimpl.zero.parked import CLASSES
+from refimpl.zero.loop.parked import CLASSES
 
 AWAY = r": at the host since offload_states\(\); call reload_states\(\) first"
 TRAINING = ["optim_states", "hp_params", "contiguous_grad_buffer"]  # what a trainer of RLHF sends away to generate

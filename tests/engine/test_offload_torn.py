@@ -16,7 +16,7 @@ from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.write import SCRIPT
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk
-from refimpl.zero.resting import RestingOnDisk
+from refimpl.zero.reduction.resting import RestingOnDisk
 
 PAGE = 4096
 HALF = "A step was interrupted in the middle of its update"

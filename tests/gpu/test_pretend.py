@@ -18,10 +18,10 @@ from refimpl.model.experts import Experts, StackedExperts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.moe import MoE
 from refimpl.offload.homes import is_here
-from refimpl.zero import start
 from refimpl.zero.ddp import DDP
-from refimpl.zero.parked import CLASSES
-from refimpl.zero.unit import unit_of
+from refimpl.zero.gather.unit import unit_of
+from refimpl.zero.loop import start
+from refimpl.zero.loop.parked import CLASSES
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero2 import Zero2
 from refimpl.zero.zero3 import Zero3

@@ -20,8 +20,8 @@ from refimpl.offload.blocks import BlockFile, Buffer, Record, Transfer
 from refimpl.offload.homes import Disk, Host
 from refimpl.offload.shelf import HostShelf
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.masters import follow
-from refimpl.zero.parked import CLASSES
+from refimpl.zero.loop.parked import CLASSES
+from refimpl.zero.optimizer.masters import follow
 from refimpl.zero.stage import Stage
 
 pytestmark = pytest.mark.xdist_group("pretend")
@@ -172,7 +172,7 @@ def delayed(
     stream = recorder.new() if aside else COMPUTE
     recorder.followed_by(stream)
     behind = type("Behind", (Now,), {"late": late, "recorder": recorder})
-    with patch("refimpl.zero.delayed.Background", behind), recorder.use(stream):
+    with patch("refimpl.zero.offload.delayed.Background", behind), recorder.use(stream):
         train(group, recorder, watch, stage, delayed_update=True, **dict.fromkeys(homes, Host()))
         recorder.followed_by(COMPUTE)
     beside = max(recorder.waits_of(": update"))

@@ -7,8 +7,8 @@ from training import STAGES, Net, tokens
 
 from refimpl.comm.group import Group
 from refimpl.launch import run
-from refimpl.zero import filling
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.reduction import filling
 
 
 def steps(stage_name: str, small: int, micro_batches: int) -> dict[str, Tensor]:

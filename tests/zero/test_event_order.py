@@ -34,10 +34,10 @@ from refimpl.optim.muon import Muon
 from refimpl.optim.one_bit_adam import OneBitAdam
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.zero_one_adam import ZeroOneAdam
-from refimpl.zero.beyond import Beyond
+from refimpl.zero.agreement.beyond import Beyond
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.gather.unit import Unit
 from refimpl.zero.stage import Stage
-from refimpl.zero.unit import Unit
 
 FUSED = partial(torch.optim.AdamW, fused=True)
 every_stage = pytest.mark.parametrize("stage", STAGES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.zero.flat import ALIGN, ALIGN_PARAMETER, Bucket, cut_into_buckets, round_up
-from refimpl.zero.owners import joined, owners
+from refimpl.zero.gather.owners import joined, owners
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 RANKS = st.integers(1, 5)

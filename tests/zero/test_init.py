@@ -20,9 +20,9 @@ from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.offload.homes import Disk, Host
 from refimpl.offload.shelf import HostShelf, Shelf
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.gather.unit import unit_of, whole
 from refimpl.zero.init import GatheredParameters, Init
 from refimpl.zero.parameter import Freed
-from refimpl.zero.unit import unit_of, whole
 from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero3 import Zero3
 

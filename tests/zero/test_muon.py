@@ -13,7 +13,7 @@ import refimpl
 from refimpl.comm.group import Group
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.optim.muon import Muon, made
-from refimpl.zero.whole_matrices import WholeMatrices
+from refimpl.zero.optimizer.whole_matrices import WholeMatrices
 
 every_stage = pytest.mark.parametrize("stage", list(STAGES))
 

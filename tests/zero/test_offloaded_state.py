@@ -16,7 +16,7 @@ from refimpl.measure.memory import MemoryMeter
 from refimpl.offload.blocks import OffloadError, pages
 from refimpl.offload.homes import Disk
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.offloaded import OffloadedUpdate
+from refimpl.zero.offload.offloaded import OffloadedUpdate
 from refimpl.zero.portable import parts
 from refimpl.zero.stage import Stage
 

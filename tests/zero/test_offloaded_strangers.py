@@ -19,7 +19,7 @@ from refimpl.comm.group import Group
 from refimpl.offload.blocks import Aio, OffloadError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.slices import Slices
+from refimpl.zero.optimizer.slices import Slices
 from refimpl.zero.stage import Stage
 
 HOMES = {"none": lambda folder: None, "host": lambda folder: Host(), "disk": lambda folder: Disk(folder)}

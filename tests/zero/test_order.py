@@ -24,9 +24,9 @@ from refimpl.launch import RankError, World, run
 from refimpl.ranks.lost import RankLost
 from refimpl.ranks.register import Register
 from refimpl.zero.config import ZeroConfig
+from refimpl.zero.gather.order import RankDivergence, RollCall, Standing, parted, stuck
+from refimpl.zero.gather.path import Outline
 from refimpl.zero.init import GatheredParameters
-from refimpl.zero.order import RankDivergence, RollCall, Standing, parted, stuck
-from refimpl.zero.path import Outline
 from refimpl.zero.stage import Stage
 from refimpl.zero.zero2 import Zero2
 from refimpl.zero.zero3 import Zero3

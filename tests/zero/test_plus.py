@@ -22,11 +22,11 @@ from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
 from refimpl.plan.plus import Crossing, crossing, second_shard_bytes, wire_bytes
 from refimpl.zero.config import LoCo, ZeroConfig
 from refimpl.zero.flat import Bucket
+from refimpl.zero.gather.order import RankDivergence
+from refimpl.zero.gather.plus import Plus
+from refimpl.zero.gather.unit import unit_of
 from refimpl.zero.init import GatheredParameters, Init
-from refimpl.zero.loco import MovingErrors
-from refimpl.zero.order import RankDivergence
-from refimpl.zero.plus import Plus
-from refimpl.zero.unit import unit_of
+from refimpl.zero.reduction.loco import MovingErrors
 from refimpl.zero.zero3 import Zero3
 
 QWZ, HPZ, QGZ = {"zero_quantized_weights": True}, {"zero_hpz_partition_size": 2}, {"zero_quantized_gradients": True}

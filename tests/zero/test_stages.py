@@ -63,7 +63,7 @@ def in_short_slices(
     """Lengths of the slices that the optimizer knows of six parameters of 16 times `rows` elements, and the weights at
     the end."""
     from refimpl.comm.group import Group
-    from refimpl.zero import slices
+    from refimpl.zero.optimizer import slices
 
     torch.manual_seed(0)
     layers = (nn.Linear(16, rows, bias=False) for _ in range(6))

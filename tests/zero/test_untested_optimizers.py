@@ -15,7 +15,7 @@ from worlds import run
 from refimpl.comm.group import Group
 from refimpl.offload.homes import Disk
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.kind import Kind
+from refimpl.zero.optimizer.kind import Kind
 
 
 class Descent(optim.Optimizer):
@@ -320,7 +320,7 @@ def test_each_of_the_options_that_groups_have_is_tried_once(monkeypatch: pytest.
         tried.append(make([nn.Parameter(torch.ones(1))]).param_groups[0]["size"])
         return ""
 
-    monkeypatch.setattr("refimpl.zero.kind.what_fails", what_fails)
+    monkeypatch.setattr("refimpl.zero.optimizer.kind.what_fails", what_fails)
     sizes = (0.0, 1.0, 0.0, 1.0, 0.0)
     groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * i, "size": size} for i, size in enumerate(sizes)]
     assert Kind(Descent(groups), allow_untested=True).elementwise

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from refimpl.zero.watch import source_of
+from refimpl.zero.gather.watch import source_of
 
 
 def test_only_a_plain_copy_has_a_source() -> None:

@@ -16,7 +16,7 @@ from refimpl.comm.group import Group
 from refimpl.launch import RankError
 from refimpl.optim.lamb import Lamb
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.order import RankDivergence
+from refimpl.zero.gather.order import RankDivergence
 from refimpl.zero.stage import Stage
 
 

@@ -19,10 +19,10 @@ from refimpl.launch import RankError
 from refimpl.model.gpt import GPT
 from refimpl.plan.gathered import Budgets, Planned
 from refimpl.zero.config import ZeroConfig
-from refimpl.zero.fetch import Fetch
-from refimpl.zero.owners import leaves
-from refimpl.zero.prefetch import Trace, next_ones, soon_again
-from refimpl.zero.units import resident
+from refimpl.zero.gather.fetch import Fetch
+from refimpl.zero.gather.owners import leaves
+from refimpl.zero.gather.prefetch import Trace, next_ones, soon_again
+from refimpl.zero.gather.units import resident
 from refimpl.zero.zero3 import Zero3
 
 

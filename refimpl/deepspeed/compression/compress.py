@@ -17,7 +17,7 @@ from refimpl.engine.compressed import finish, prepare, teach
 from refimpl.engine.compression_training import CompressionTraining
 from refimpl.engine.engine import Engine
 from refimpl.engine.one_section import section_of
-from refimpl.zero.unit import unit_of
+from refimpl.zero.gather.unit import unit_of
 
 Config = Mapping[str, Any] | str | Path
 

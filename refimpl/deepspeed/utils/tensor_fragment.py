@@ -2,7 +2,7 @@
 
 `safe_get_full_*` and `safe_set_full_*` are collectives: call them on every rank, in the same order. `None` for a
 parameter that is frozen, or that no engine trains. The `local` ones are this rank's fragment, one-dimensional, in every
-stage. DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/access.py.
+stage. DeepSpeed: deepspeed/utils/tensor_fragment.py; ours: refimpl/zero/loop/access.py.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,6 @@
 """One reduce-scatter for many tensors. DeepSpeed: deepspeed/runtime/comm/coalesced_collectives.py.
 
-What that file has of int4 is `zero_quantized_gradients` here: refimpl/zero/quantised_sum.py.
+What that file has of int4 is `zero_quantized_gradients` here: refimpl/zero/reduction/quantised_sum.py.
 """
 
 import torch

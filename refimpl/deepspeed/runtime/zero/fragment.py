@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from refimpl.zero.gather.unit import Unit, unit_of
 from refimpl.zero.parameter import DATA, stage_of
-from refimpl.zero.unit import Unit, unit_of
 
 
 class Fragment(Tensor):

@@ -1,7 +1,7 @@
 """`engine.offload_states`, `reload_states`: states go to the host while somebody else needs the GPU, and come back.
 
-What goes, and what is refused meanwhile: refimpl/zero/parked.py. DeepSpeed: deepspeed/runtime/zero/offload_states.py,
-`offload_states` in deepspeed/runtime/engine.py.
+What goes, and what is refused meanwhile: refimpl/zero/loop/parked.py. DeepSpeed:
+deepspeed/runtime/zero/offload_states.py, `offload_states` in deepspeed/runtime/engine.py.
 """
 
 import warnings
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from refimpl.engine.engine import Engine
-from refimpl.zero.owned import Owned
-from refimpl.zero.parked import CLASSES
+from refimpl.zero.loop.owned import Owned
+from refimpl.zero.loop.parked import CLASSES
 
 
 def get_state_devices(model: Engine, state: Any) -> set[torch.device]:

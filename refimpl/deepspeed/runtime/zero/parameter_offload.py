@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from refimpl.zero.init import GatheredParameters
-from refimpl.zero.owned import Owned
+from refimpl.zero.loop.owned import Owned
 from refimpl.zero.parameter import Managed
 from refimpl.zero.zero3 import Zero3
 

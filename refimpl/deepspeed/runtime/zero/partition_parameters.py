@@ -32,10 +32,10 @@ from refimpl.engine.initialize import connect
 from refimpl.engine.read import read_json
 from refimpl.offload.homes import Host
 from refimpl.zero import init
+from refimpl.zero.gather.secondary import Secondary
+from refimpl.zero.gather.unit import Unit, unit_of
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.parameter import Managed, stage_of
-from refimpl.zero.secondary import Secondary
-from refimpl.zero.unit import Unit, unit_of
 from refimpl.zero.zero3 import Zero3
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Whose optimizer it is, as scripts ask: `isinstance(engine.optimizer, DeepSpeedZeroOptimizer)`.
 
-Here the optimizer stays the object that the caller made, and a stage takes it over (refimpl/zero/owned.py); so the
+Here the optimizer stays the object that the caller made, and a stage takes it over (refimpl/zero/loop/owned.py); so the
 answer is that stage's. None of these classes is made by anybody. DeepSpeed: deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
