@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from refimpl.comm.agree import Agreed, Part
 from refimpl.comm.board import Board
+from refimpl.comm.objects import to_everyone
 from refimpl.comm.patience import Patience
 from refimpl.comm.process_group import ControlLine
 from refimpl.comm.route import Route
@@ -73,17 +74,16 @@ class Control:
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. For control, not for data: not charged to the ledger."""
-        objects: list[Any] = [obj] * self.size
-        if self._line is not None:
-            self._refuse_parted()
-            agreed = self._agreed("all_gather_object", "")
-            agreed.announce()
-            with agreed:
-                if self.route.met:
-                    self._meet(agreed)
-                dist.all_gather_object(objects, dumps(obj), group=self._line.handle)
-            objects = [loads(one) for one in objects]
-        return objects
+        if self._line is None:
+            return [obj] * self.size
+        self._refuse_parted()
+        agreed = self._agreed("all_gather_object", "")
+        agreed.announce()
+        with agreed:
+            if self.route.met:
+                self._meet(agreed)
+            said = to_everyone(self._line.handle, dumps(obj))
+        return [loads(one) for one in said]
 
     def _refuse_parted(self) -> None:
         """Where data goes over the line too, the ranks' calls match there no more once something has parted them."""

@@ -26,6 +26,7 @@ from refimpl.comm.composed import Composed
 from refimpl.comm.link import Cables, Link
 from refimpl.comm.mapped import Own, of_peer
 from refimpl.comm.native import Native
+from refimpl.comm.objects import to_everyone
 from refimpl.comm.process_group import beside
 from refimpl.comm.shared import Shared
 from refimpl.comm.signals import all_words, unsupported
@@ -34,6 +35,7 @@ from refimpl.comm.throttled import Throttled
 from refimpl.comm.transport import Alone, Library, Transport
 from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.here import host
+from refimpl.ranks.travel import dumps, loads
 
 
 class Route:
@@ -210,6 +212,4 @@ def meet(handle: dist.ProcessGroup) -> Shared | str:
 
 
 def _everyone(handle: dist.ProcessGroup, mine: Any) -> list[Any]:
-    found: list[Any] = [None] * handle.size()
-    dist.all_gather_object(found, mine, group=handle)
-    return found
+    return [loads(one) for one in to_everyone(handle, dumps(mine))]
