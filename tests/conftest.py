@@ -21,7 +21,8 @@ if torch.cuda.is_available():
     os.environ.setdefault("REFIMPL_DEVICE", "cpu")  # of an engine that is alone in this process; ranks set their own
 gc.disable()  # until all is collected: imports leave next to no garbage
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
-PRELOAD += ["pytest", "hypothesis", "refimpl.deepspeed", "refimpl.grading.noted", "worlds"]  # what most ranks here would import
+# What most ranks here would import, each by itself.
+PRELOAD += ["pytest", "hypothesis", "refimpl.deepspeed", "refimpl.grading.noted", "worlds"]
 
 # What a machine with torch, numpy and pytest may lack.
 OPTIONAL = {
