@@ -34,7 +34,7 @@ def test_every_word_of_the_code_that_is_named_exists() -> None:
         "refimpl/cli/train.py": ("STAGES",),
         "tests/compress/operators.py": ("OPERATORS",),
         "tests/zero/test_compressed.py": ("KINDS",),
-        "refimpl/engine/compression.py": ("OF",),
+        "refimpl/engine/configuration/compression.py": ("OF",),
         "refimpl/bench/methods.py": ("METHODS",),
     }.items():
         text = (ROOT / file).read_text(encoding="utf-8")

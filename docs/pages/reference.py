@@ -67,7 +67,7 @@ def sentence(path: Path) -> str:
 
 def configuration() -> str:
     """The page of the configuration's keys."""
-    from refimpl.engine.answer import markdown, table
-    from refimpl.engine.schema import DeepSpeedConfig
+    from refimpl.engine.configuration.answer import markdown, table
+    from refimpl.engine.configuration.schema import DeepSpeedConfig
 
     return CONFIGURATION + markdown(table(DeepSpeedConfig)) + "\n"

@@ -15,9 +15,9 @@ from itertools import takewhile
 from typing import Any
 
 from refimpl.engine.autotuning import Autotuning
-from refimpl.engine.batch import MICRO, STEPS, TRAIN, size
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.quote import quote
+from refimpl.engine.configuration.batch import MICRO, STEPS, TRAIN, size
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.quote import quote
 
 Metrics = Mapping[str, float]
 DOUBLINGS = 12  # of a micro-batch, at most

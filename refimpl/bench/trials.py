@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import IO
 
 from refimpl.bench.autotune import Candidate, Metrics, Search, Space, best_of
-from refimpl.engine.answer import answer, table
 from refimpl.engine.autotuning import Autotuning
-from refimpl.engine.batch import MICRO, STEPS
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.answer import answer, table
+from refimpl.engine.configuration.batch import MICRO, STEPS
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.one_section import section_of
+from refimpl.engine.configuration.read import raw_config
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.layout import axes_asked
-from refimpl.engine.one_section import section_of
-from refimpl.engine.read import raw_config
-from refimpl.engine.schema import DeepSpeedConfig
 
 FLAGS = ("--deepspeed_config", "--deepspeed")  # what a script's configuration follows
 ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Interrupt)\b.*)")

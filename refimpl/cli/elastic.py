@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from refimpl.engine.batch import MICRO, STEPS
-from refimpl.engine.elasticity import read, shared
-from refimpl.engine.read import raw_config
+from refimpl.engine.configuration.batch import MICRO, STEPS
+from refimpl.engine.configuration.elasticity import read, shared
+from refimpl.engine.configuration.read import raw_config
 
 
 def run(config: Path, world_size: int) -> None:

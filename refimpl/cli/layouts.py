@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from refimpl.engine.sections import ZeroOptimization
+    from refimpl.engine.configuration.sections import ZeroOptimization
     from refimpl.plan.judge import Machine, Verdict
     from refimpl.plan.search import Found
     from refimpl.plan.shape import Shape
@@ -63,9 +63,9 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine", batch: in
 
     ValueError names what is wrong, also a `batch` that is not the JSON's.
     """
-    from refimpl.engine.config import load_config
+    from refimpl.engine.configuration.config import load_config
+    from refimpl.engine.configuration.read import raw_config
     from refimpl.engine.layout import axes_asked
-    from refimpl.engine.read import raw_config
     from refimpl.plan.formulas import STRATEGIES
     from refimpl.plan.gathered import Budgets
     from refimpl.plan.judge import judge

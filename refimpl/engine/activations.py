@@ -25,8 +25,8 @@ from refimpl.activation.home import Home, Host, Partitioned
 from refimpl.activation.state import Tracker
 from refimpl.comm.board import stacklevel
 from refimpl.comm.group import Group
-from refimpl.engine.keys import ConfigWarning
-from refimpl.engine.sections import ActivationCheckpointing
+from refimpl.engine.configuration.keys import ConfigWarning
+from refimpl.engine.configuration.sections import ActivationCheckpointing
 
 PATH = "activation_checkpointing"
 

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
-from refimpl.engine.keys import ConfigWarning
-from refimpl.engine.values import Positive, Section, lower
+from refimpl.engine.configuration.keys import ConfigWarning
+from refimpl.engine.configuration.values import Positive, Section, lower
 from refimpl.measure.clock import now
 
 

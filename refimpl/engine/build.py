@@ -17,18 +17,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
-from refimpl.engine.config import load_config
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.plus import with_plus
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_stacks, refuse_unlike, same_experts
 from refimpl.engine.homes import told, with_homes
-from refimpl.engine.keys import ConfigError
 from refimpl.engine.layout import check_agreed, check_layout, check_whole
 from refimpl.engine.leaf import flagged
 from refimpl.engine.monitor import Monitor
 from refimpl.engine.placed import place_model, sparse
-from refimpl.engine.plus import with_plus
-from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.engine.trained import (
     MakeOptimizer,
     Parameters,

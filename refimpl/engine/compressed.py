@@ -19,9 +19,9 @@ from refimpl.compress.weights.clean import in_own_memory, keep_inputs, keep_outp
 from refimpl.compress.weights.layers import Compressed, become
 from refimpl.compress.weights.masks import Prune
 from refimpl.compress.weights.quantize import Quantize
-from refimpl.engine.compression_scopes import Scope, scopes, tell
-from refimpl.engine.compression_training import CompressionTraining
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.compression_scopes import Scope, scopes, tell
+from refimpl.engine.configuration.compression_training import CompressionTraining
+from refimpl.engine.configuration.keys import ConfigError
 from refimpl.zero.init import GatheredParameters
 
 

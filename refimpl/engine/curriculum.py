@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from refimpl.engine.values import Count, Number, Positive, Section, as_number
+from refimpl.engine.configuration.values import Count, Number, Positive, Section, as_number
 from refimpl.optim.curriculum import CurriculumScheduler, problem
 from refimpl.optim.layer_drop import ProgressiveLayerDrop
 

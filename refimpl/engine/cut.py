@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from refimpl.comm.axes import Axes
 from refimpl.compress.weights.layers import Compressed
 from refimpl.engine.alike import compare_first_batch
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.keys import ConfigError
 from refimpl.model.gpt import GPT
 from refimpl.model.moe import WithRouting, layers
 from refimpl.parallel.auto.partition import partition_plan

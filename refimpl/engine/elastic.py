@@ -8,7 +8,8 @@ factor of this kind; of these few batches that one is taken which the most numbe
 
     m = 8, 12, 16, 17, at most 10,000, on 32 to 1,500 ranks: 9,792 = 17 x 576 = 12 x 816 = ..., 23 numbers share it
 
-The section `elasticity` of the JSON is in `refimpl.engine.elasticity`. DeepSpeed's file: elasticity/elasticity.py.
+The section `elasticity` of the JSON is in `refimpl.engine.configuration.elasticity`. DeepSpeed's file:
+elasticity/elasticity.py.
 """
 
 from collections.abc import Iterable, Iterator

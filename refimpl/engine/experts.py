@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from refimpl.checkpoint.place import Portion
 from refimpl.comm.axes import Axes, expert_groups
 from refimpl.comm.group import Group
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.keys import ConfigError
 from refimpl.model.moe import layers
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.parallel.expert.auto import autoep, expert_portions

@@ -21,9 +21,9 @@ import torch
 
 from refimpl.checkpoint.errors import together
 from refimpl.comm.group import Group
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.schema import DeepSpeedConfig
-from refimpl.engine.sections import OffloadOptimizer, OffloadParam
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.configuration.sections import OffloadOptimizer, OffloadParam
 from refimpl.offload.blocks import Aio, OffloadError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig

@@ -19,12 +19,12 @@ from refimpl.comm import levels
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.build import build
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.read import raw_config
 from refimpl.engine.cut import AUTOTP_RANKS, AUTOTP_SIZE
 from refimpl.engine.engine import Engine
-from refimpl.engine.keys import ConfigError
 from refimpl.engine.layout import AXIS_KEYS, axes_asked
 from refimpl.engine.pipeline import PipelineEngine
-from refimpl.engine.read import raw_config
 from refimpl.engine.trained import MakeOptimizer, Parameters
 from refimpl.parallel.pipeline.module import PipelineModule
 

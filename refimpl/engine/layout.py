@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from refimpl.comm.axes import Axes
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.schema import DeepSpeedConfig
-from refimpl.engine.values import whole_number
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.configuration.values import whole_number
 from refimpl.optim.one_bit_lamb import OneBitLamb
 from refimpl.optim.travelling import Travelling
 

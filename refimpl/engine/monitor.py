@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from refimpl.engine.keys import ConfigError, ConfigWarning
-from refimpl.engine.schema import DeepSpeedConfig
-from refimpl.engine.sections import Monitors
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.configuration.sections import Monitors
 
 Event = tuple[str, float, int]  # name, value, step
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from refimpl.engine.arguments import flag
-from refimpl.engine.keys import ConfigError, Key
-from refimpl.engine.quote import quote
+from refimpl.engine.configuration.arguments import flag
+from refimpl.engine.configuration.keys import ConfigError, Key
+from refimpl.engine.configuration.quote import quote
 from refimpl.optim import schedule
 from refimpl.optim.adam import Adam
 from refimpl.optim.lamb import Lamb

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from refimpl.comm.axes import Axes
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.schema import DeepSpeedConfig
-from refimpl.engine.sections import SparseAttention as SparseSection
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.configuration.sections import SparseAttention as SparseSection
 from refimpl.model.patterns.named import pattern_named
 from refimpl.model.sparse_swap import make_sparse
 from refimpl.zero.gather.unit import Unit, unit_of, whole

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from refimpl.engine.schema import DeepSpeedConfig
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 
 
 def in_half(config: DeepSpeedConfig, inputs: Any) -> Any:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from refimpl.engine import arguments
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration import arguments
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.sections import Optimizer as OptimizerSection
+from refimpl.engine.configuration.sections import Scheduler as SchedulerSection
 from refimpl.engine.names import optimizer_named, schedule_named
-from refimpl.engine.sections import Optimizer as OptimizerSection
-from refimpl.engine.sections import Scheduler as SchedulerSection
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.flat import groups_of
 

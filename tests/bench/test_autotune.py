@@ -20,9 +20,9 @@ from refimpl.bench.trials import Script, Trials, given, replaced, summary
 from refimpl.cli.autotune import ended_as_by_ctrl_c, without
 from refimpl.cli.main import app
 from refimpl.engine.autotuning import Autotuning
-from refimpl.engine.batch import STEPS
-from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.batch import STEPS
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 
 SCRIPT = """
 import sys, torch, refimpl

@@ -15,7 +15,7 @@ from refimpl.activation.home import TAG, Host, Partitioned, gathered_bytes
 from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
 from refimpl.deepspeed.runtime.activation_checkpointing.rng import CudaRNGStatesTracker
-from refimpl.engine.keys import ConfigWarning
+from refimpl.engine.configuration.keys import ConfigWarning
 from refimpl.model.gpt import GPT, GPTConfig
 
 CONFIG = {

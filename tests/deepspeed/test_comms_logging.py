@@ -12,6 +12,7 @@ import refimpl.deepspeed as deepspeed
 from refimpl.comm.group import Group
 from refimpl.deepspeed import comm as dist
 from refimpl.deepspeed.utils.comms_logging import CommsLogger, calc_bw_log
+from refimpl.engine.configuration import sections
 from refimpl.measure.comms_log import CommsLog
 from refimpl.measure.ledger import Ledger
 from refimpl.zero.flat import ALIGN, ALIGN_PARAMETER, round_up
@@ -190,10 +191,10 @@ def test_messages_are_logged_when_they_are_waited_for() -> None:
 
 
 def test_a_configuration_says_what_is_logged() -> None:
-    section = refimpl.engine.sections.CommsLogger(enabled=True, prof_all=False, prof_ops=["send"], verbose=True)
+    section = sections.CommsLogger(enabled=True, prof_all=False, prof_ops=["send"], verbose=True)
     log = CommsLogger()
     log.configure(section)
     assert (log.enabled, log.prof_all, log.prof_ops, log.verbose, log.debug) == (True, False, ["send"], True, False)
-    log.configure(type("Config", (), {"comms_logger": refimpl.engine.sections.CommsLogger()}))
+    log.configure(type("Config", (), {"comms_logger": sections.CommsLogger()}))
     assert not log.enabled
     assert log.prof_ops == ["send"]

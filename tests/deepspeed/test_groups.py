@@ -11,7 +11,7 @@ from refimpl.deepspeed.grid import _halves
 from refimpl.deepspeed.pipe import PipeModelDataParallelTopology
 from refimpl.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from refimpl.deepspeed.utils import groups
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.keys import ConfigError
 from refimpl.model.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocab=19, context=8, width=64, layers=2, heads=4)

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
-from refimpl.engine.keys import ConfigWarning
+from refimpl.engine.configuration.keys import ConfigWarning
 from refimpl.zero.gather.unit import unit_of
 
 

@@ -26,7 +26,7 @@ from refimpl.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from refimpl.deepspeed.runtime.zero import estimates, offload_states
 from refimpl.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from refimpl.deepspeed.runtime.zero.utils import is_zero_param
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.schema import DeepSpeedConfig
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.zero.config import ZeroConfig
 

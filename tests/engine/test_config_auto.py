@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import refimpl
-from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError
 
 HUGGING_FACE: dict[str, Any] = {  # the shape of the file in Hugging Face's DeepSpeed guide, without offload
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 GIVEN = [{}, *({name: size} for name in NAMES for size in (1, 2, 6, 12))]

@@ -11,11 +11,11 @@ import torch
 
 import refimpl.engine
 from refimpl.compress.weights.layers import ORDER
-from refimpl.engine.answer import ALIASES, markdown, table
-from refimpl.engine.config import load_config
+from refimpl.engine.configuration.answer import ALIASES, markdown, table
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.curriculum import Curriculum, ScheduleConfig
-from refimpl.engine.keys import ConfigError, ConfigWarning
-from refimpl.engine.schema import DeepSpeedConfig
 from refimpl.model.patterns.named import PATTERNS
 from refimpl.zero.config import PLUS
 

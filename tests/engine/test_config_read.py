@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.read import read_json
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.read import read_json
 
 HJSON = """
 // as people write it

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import refimpl
-from refimpl.engine.batch import MICRO, STEPS, TRAIN
-from refimpl.engine.config import load_config
-from refimpl.engine.elastic import choose, most_divisible
-from refimpl.engine.elasticity import (
+from refimpl.engine.configuration.batch import MICRO, STEPS, TRAIN
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.elasticity import (
     SCHEDULER,
     ElasticityConfigError,
     ElasticityError,
@@ -24,8 +23,9 @@ from refimpl.engine.elasticity import (
     read,
     shared,
 )
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.sections import Elasticity
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.sections import Elasticity
+from refimpl.engine.elastic import choose, most_divisible
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
 

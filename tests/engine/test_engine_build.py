@@ -15,8 +15,8 @@ import worlds
 from torch import Tensor, nn
 
 import refimpl
-from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.trained import named_optimizer
 from refimpl.optim.schedule import WarmupLR
 

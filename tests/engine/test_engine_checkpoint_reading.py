@@ -17,8 +17,8 @@ import refimpl
 from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tensors import Reader
-from refimpl.engine import resume
-from refimpl.engine.small_states import Wanted
+from refimpl.engine.saving import resume
+from refimpl.engine.saving.small_states import Wanted
 
 TAG = "global_step2"
 

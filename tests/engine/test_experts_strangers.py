@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from worlds import run
 
 from refimpl import launch
+from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.experts import refuse_stacks
 from refimpl.engine.initialize import initialize
-from refimpl.engine.keys import ConfigError
 from refimpl.model.experts import Experts, StackedExperts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.gpt import GPT, GPTConfig

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from refimpl import launch
-from refimpl.engine.config import load_config
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.monitor import Monitor
-from refimpl.engine.schema import DeepSpeedConfig
 
 EVENTS = [("Train/Samples/train_loss", 2.5, 8), ("Train/Samples/lr", 1e-3, 8)]
 

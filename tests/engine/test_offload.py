@@ -17,9 +17,9 @@ from torch import Tensor
 
 import refimpl
 from refimpl.comm.group import Group
-from refimpl.engine.config import load_config
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigWarning
 from refimpl.engine.homes import with_homes
-from refimpl.engine.keys import ConfigWarning
 from refimpl.launch import RankError
 from refimpl.offload import blocks
 from refimpl.offload.blocks import Aio, OffloadError

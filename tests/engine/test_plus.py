@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.engine.config import load_config
+from refimpl.engine.configuration.config import load_config
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.engine.initialize import initialize
-from refimpl.engine.keys import ConfigError, ConfigWarning
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.zero.init import Init
 from refimpl.zero.zero3 import Zero3

@@ -13,8 +13,8 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 from refimpl.bank import export
-from refimpl.engine.answer import table
-from refimpl.engine.schema import DeepSpeedConfig
+from refimpl.engine.configuration.answer import table
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.grading.chapters import chapters
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from torch import nn
 
 from refimpl.deepspeed.compression.helper import unwrapped
 from refimpl.engine.compressed import finish, prepare, teach
-from refimpl.engine.compression_training import CompressionTraining
+from refimpl.engine.configuration.compression_training import CompressionTraining
+from refimpl.engine.configuration.one_section import section_of
 from refimpl.engine.engine import Engine
-from refimpl.engine.one_section import section_of
 from refimpl.zero.gather.unit import unit_of
 
 Config = Mapping[str, Any] | str | Path

@@ -1,4 +1,6 @@
-"""One batch for many numbers of ranks, under DeepSpeed's names: elasticity/ there, refimpl/engine/elasticity.py here.
+"""One batch for many numbers of ranks, under DeepSpeed's names.
+
+DeepSpeed: deepspeed/elasticity; ours: refimpl/engine/configuration/elasticity.py.
 
 Its agent, which starts ranks again when some are lost, is torchrun's: `torchrun --nnodes MIN:MAX`.
 """

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refimpl.deepspeed.elasticity.constants import MIN_TIME, MIN_TIME_DEFAULT
-from refimpl.engine.elasticity import (
+from refimpl.engine.configuration.elasticity import (
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,

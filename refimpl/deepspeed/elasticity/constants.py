@@ -1,7 +1,7 @@
 """The names of the section's keys, and what holds where a key is not set. DeepSpeed: elasticity/constants.py."""
 
-from refimpl.engine.elasticity import SCHEDULER
-from refimpl.engine.sections import Elasticity
+from refimpl.engine.configuration.elasticity import SCHEDULER
+from refimpl.engine.configuration.sections import Elasticity
 
 _DEFAULTS = {name: field.default for name, field in Elasticity.model_fields.items()}
 

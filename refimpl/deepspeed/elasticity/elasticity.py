@@ -1,4 +1,7 @@
-"""What a scheduler asks before it starts ranks. DeepSpeed: elasticity/elasticity.py; ours: engine/elasticity.py."""
+"""What a scheduler asks before it starts ranks.
+
+DeepSpeed: deepspeed/elasticity/elasticity.py; ours: refimpl/engine/configuration/elasticity.py.
+"""
 
 import os
 import re
@@ -7,10 +10,10 @@ from typing import Any
 
 from refimpl.deepspeed.elasticity.config import ElasticityConfigError, ElasticityError
 from refimpl.deepspeed.elasticity.constants import MINIMUM_DEEPSPEED_VERSION
-from refimpl.engine import elasticity
-from refimpl.engine.batch import MICRO
-from refimpl.engine.quote import quote
-from refimpl.engine.sections import Elasticity
+from refimpl.engine.configuration import elasticity
+from refimpl.engine.configuration.batch import MICRO
+from refimpl.engine.configuration.quote import quote
+from refimpl.engine.configuration.sections import Elasticity
 
 __all__ = ["compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config"]
 

@@ -3,9 +3,9 @@
 from typing import Any, ClassVar
 
 from refimpl.comm.group import Group
+from refimpl.engine.configuration.sections import Monitors
 from refimpl.engine.monitor import Event
 from refimpl.engine.monitor import Monitor as Writers
-from refimpl.engine.sections import Monitors
 
 
 class Monitor:

@@ -1,4 +1,7 @@
-"""The configuration under DeepSpeed's names. DeepSpeed: deepspeed/runtime/config.py; ours: refimpl/engine/config.py."""
+"""The configuration under DeepSpeed's names.
+
+DeepSpeed: deepspeed/runtime/config.py; ours: refimpl/engine/configuration/config.py.
+"""
 
 from collections.abc import Mapping
 from math import prod
@@ -9,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from refimpl.comm.group import Group
-from refimpl.engine import config as engine_config
-from refimpl.engine import schema
-from refimpl.engine.keys import ConfigError as DeepSpeedConfigError
+from refimpl.engine.configuration import config as engine_config
+from refimpl.engine.configuration import schema
+from refimpl.engine.configuration.keys import ConfigError as DeepSpeedConfigError
+from refimpl.engine.configuration.read import raw_config
 from refimpl.engine.layout import AXIS_KEYS, axes_asked
-from refimpl.engine.read import raw_config
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "lion", "adagrad"
 LAMB_OPTIMIZER, MUON_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "lamb", "muon", "onebitlamb"

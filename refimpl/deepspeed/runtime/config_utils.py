@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from refimpl.engine.read import unique as dict_raise_error_on_duplicate_keys
+from refimpl.engine.configuration.read import unique as dict_raise_error_on_duplicate_keys
 
 __all__ = ["dict_raise_error_on_duplicate_keys", "get_dict_param", "get_list_param", "get_scalar_param"]
 

@@ -24,10 +24,10 @@ from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.runtime.activation_checkpointing.rng import NAME, OFFSET, CudaRNGStatesTracker
 from refimpl.deepspeed.runtime.config import DeepSpeedConfig
 from refimpl.deepspeed.utils.groups import laid_out
-from refimpl.engine import schema
 from refimpl.engine.activations import checkpointer
-from refimpl.engine.quote import readable
-from refimpl.engine.sections import ActivationCheckpointing
+from refimpl.engine.configuration import schema
+from refimpl.engine.configuration.quote import readable
+from refimpl.engine.configuration.sections import ActivationCheckpointing
 from refimpl.ranks.settings import forget_groups
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from refimpl.checkpoint import random_state
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder, notes_file
-from refimpl.engine.contents import COUNTERS, param_groups
+from refimpl.engine.saving.contents import COUNTERS, param_groups
 from refimpl.engine.state import TrainingState
 from refimpl.optim.travelling import MASK
 from refimpl.zero.optimizer.counted import counted, put_counted

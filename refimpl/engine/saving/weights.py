@@ -19,9 +19,9 @@ from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.comm.group import Group
-from refimpl.engine.contents import extra_states, frozen_names
+from refimpl.engine.saving.contents import extra_states, frozen_names
+from refimpl.engine.saving.whole import portions
 from refimpl.engine.state import TrainingState
-from refimpl.engine.whole import portions
 from refimpl.parallel.swap import join_parts
 from refimpl.zero.init import GatheredParameters
 

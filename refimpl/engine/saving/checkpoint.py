@@ -39,7 +39,7 @@ from refimpl.checkpoint.folder import notes_file
 from refimpl.checkpoint.tensors import Later, brought
 from refimpl.checkpoint.write import begin, finish, write_rank
 from refimpl.comm.group import Group
-from refimpl.engine.contents import about_engine, contents
+from refimpl.engine.saving.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
 from refimpl.zero.agreement.alike import raised_alone
 from refimpl.zero.loop.start import refuse_added

@@ -17,8 +17,8 @@ from refimpl.comm.board import stacklevel
 from refimpl.compress.weights.layers import KINDS, ORDER, Technique, kind
 from refimpl.compress.weights.masks import Part, Prune
 from refimpl.compress.weights.quantize import Quantize, QuantizeInput
-from refimpl.engine.compression_training import CompressionTraining
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.compression_training import CompressionTraining
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 
 PARTS: dict[str, Part] = {
     "sparse_pruning": "number",

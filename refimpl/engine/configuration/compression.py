@@ -17,7 +17,7 @@ from refimpl.compress.powersgd import PowerSGD
 from refimpl.compress.randomk import RandomK
 from refimpl.compress.sign import Sign
 from refimpl.compress.topk import TopK
-from refimpl.engine.values import Count, Number, Positive, Section, Share, lower
+from refimpl.engine.configuration.values import Count, Number, Positive, Section, Share, lower
 
 # The operators that a key is of; the others are of all.
 OF = {

@@ -1,7 +1,7 @@
 """The honoured keys of a DeepSpeed JSON file, one pydantic model a section, one field a key.
 
 A field is named as DeepSpeed names its key and has DeepSpeed's default; its description says what the key does here.
-Keys that are accepted with a warning or rejected by name are not fields: they stand in `refimpl.engine.keys`.
+Keys that are accepted with a warning or rejected by name are not fields: they stand in keys.py beside this file.
 Sizes called `*_bucket_size`, `*_threshold`, `*_parameters` and `*_distance` count elements, not bytes.
 DeepSpeed's files: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/precision_config.py, monitor/config.py.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from refimpl.engine.values import (
+from refimpl.engine.configuration.values import (
     Count,
     Dtype,
     Names,
@@ -290,7 +290,7 @@ class Pipeline(Section):
 
 
 class Elasticity(Section):
-    """One batch for many numbers of ranks; `refimpl.engine.elasticity` reads it. Not read where it is off."""
+    """One batch for many numbers of ranks; elasticity.py beside this file reads it. Not read where it is off."""
 
     enabled: bool = Field(default=False, description="choose the batch that the most numbers of ranks share")
     max_train_batch_size: Positive = Field(description="the batch is at most this")

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from refimpl.engine import arguments
-from refimpl.engine.answer import answer, table
-from refimpl.engine.auto import resolve
-from refimpl.engine.batch import complete, taken_otherwise
-from refimpl.engine.elasticity import with_batch
-from refimpl.engine.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration import arguments
+from refimpl.engine.configuration.answer import answer, table
+from refimpl.engine.configuration.auto import resolve
+from refimpl.engine.configuration.batch import complete, taken_otherwise
+from refimpl.engine.configuration.elasticity import with_batch
+from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.quote import quote, readable
+from refimpl.engine.configuration.read import raw_config
+from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.configuration.sections import ZeroOptimization
 from refimpl.engine.names import optimizer_named, optimizer_problem, schedule_named
-from refimpl.engine.quote import quote, readable
-from refimpl.engine.read import raw_config
-from refimpl.engine.schema import DeepSpeedConfig
-from refimpl.engine.sections import ZeroOptimization
 from refimpl.zero.config import PLUS
 
 
@@ -39,7 +39,7 @@ def load_config(
     """Read, answer, resolve and check a DeepSpeed configuration.
 
     `config` is a dictionary or the path of a file; `world_size` the number of ranks that read different data; `model`
-    and `auto` fill in "auto" values (see `refimpl.engine.auto`). Warnings (`ConfigWarning`) come from rank 0 only;
+    and `auto` fill in "auto" values (see auto.py beside this file). Warnings (`ConfigWarning`) come from rank 0 only;
     errors (`ConfigError`) come from every rank, name each wrong key with its full path, and list all that one step
     finds. own_optimizer: the caller brings one, so that which the file names is not built and may be one that nobody
     here knows.

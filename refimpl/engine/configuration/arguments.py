@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.quote import quote
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.quote import quote
 
 SIGNED = ("beta2_decay", "decay_mom_rate", "last_batch_iteration", "last_epoch", "ns_coefficients")
 BELOW_ONE = ("betas", "coeff_beta", "momentum", "cycle_min_mom", "cycle_max_mom", "base_momentum", "max_momentum")

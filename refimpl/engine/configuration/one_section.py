@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from refimpl.engine.answer import answer, table
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.quote import readable
-from refimpl.engine.read import raw_config
-from refimpl.engine.schema import DeepSpeedConfig
-from refimpl.engine.values import Section
+from refimpl.engine.configuration.answer import answer, table
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.quote import readable
+from refimpl.engine.configuration.read import raw_config
+from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.configuration.values import Section
 
 S = TypeVar("S", bound=Section)
 

@@ -2,7 +2,7 @@
 
 This file holds the keys that are not honoured, as data; the honoured ones are the fields of the pydantic models. A
 value that asks for nothing (`"enabled": false`, `"device": "none"`, what happens here anyway) passes in silence, so
-that a file written for DeepSpeed loads when all it asks for is here. `refimpl.engine.answer` applies the table.
+that a file written for DeepSpeed loads when all it asks for is here. answer.py beside it applies the table.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.quote import quote
-from refimpl.engine.values import Positive, whole_number
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.quote import quote
+from refimpl.engine.configuration.values import Positive, whole_number
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

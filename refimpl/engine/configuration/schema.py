@@ -9,14 +9,14 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
-from refimpl.engine import sections as section
-from refimpl.engine import values as value
 from refimpl.engine.autotuning import Autotuning
-from refimpl.engine.compression import GradientCompression
-from refimpl.engine.compression_training import CompressionTraining
+from refimpl.engine.configuration import sections as section
+from refimpl.engine.configuration import values as value
+from refimpl.engine.configuration.compression import GradientCompression
+from refimpl.engine.configuration.compression_training import CompressionTraining
+from refimpl.engine.configuration.quote import quote
 from refimpl.engine.curriculum import Curriculum, LayerDrop
 from refimpl.engine.names import ONE_BIT
-from refimpl.engine.quote import quote
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
 from refimpl.zero.config import ZeroConfig
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.keys import ConfigError
 
 DIGITS = 4300  # Python reads no longer integer
 

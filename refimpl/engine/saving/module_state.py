@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refimpl.engine import weights
-from refimpl.engine.contents import frozen_names
+from refimpl.engine.saving import weights
+from refimpl.engine.saving.contents import frozen_names
 from refimpl.engine.state import TrainingState
 from refimpl.zero.init import GatheredParameters
 

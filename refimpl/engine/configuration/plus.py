@@ -6,8 +6,8 @@ DeepSpeed: deepspeed/runtime/zero/config.py.
 
 from dataclasses import replace
 
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.schema import DeepSpeedConfig
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.zero.config import LoCo, ZeroConfig
 
 

@@ -20,8 +20,8 @@ from refimpl.checkpoint import random_state
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tensors import NAMES, Later
 from refimpl.checkpoint.tree import encode
+from refimpl.engine.saving.whole import joined, portions
 from refimpl.engine.state import TrainingState
-from refimpl.engine.whole import joined, portions
 from refimpl.optim.travelling import MASK
 from refimpl.zero.gather.saved import named_tensors
 from refimpl.zero.optimizer.counted import counted

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from refimpl.engine.values import Count, Names, Number, Positive, Section, Share, as_number
+from refimpl.engine.configuration.values import Count, Names, Number, Positive, Section, Share, as_number
 
 Kind = Literal["symmetric", "asymmetric"]
 Bits = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=16)]

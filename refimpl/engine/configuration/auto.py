@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from refimpl.engine.batch import MICRO, STEPS, TRAIN
-from refimpl.engine.keys import ConfigError
+from refimpl.engine.configuration.batch import MICRO, STEPS, TRAIN
+from refimpl.engine.configuration.keys import ConfigError
 
 Values = dict[str, Any]
 Rule = Callable[[Values, torch.nn.Module | None], Any]

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from refimpl.engine.batch import MICRO, STEPS, TRAIN
+from refimpl.engine.configuration.batch import MICRO, STEPS, TRAIN
+from refimpl.engine.configuration.keys import ConfigError
+from refimpl.engine.configuration.one_section import section_of
+from refimpl.engine.configuration.quote import quote
+from refimpl.engine.configuration.sections import Elasticity
 from refimpl.engine.elastic import choose
-from refimpl.engine.keys import ConfigError
-from refimpl.engine.one_section import section_of
-from refimpl.engine.quote import quote
-from refimpl.engine.sections import Elasticity
 
 SCHEDULER = "DEEPSPEED_ELASTICITY_CONFIG"  # the section, as JSON, that whoever starts the ranks has read
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from refimpl.engine.keys import ConfigError, Key, not_honoured
+from refimpl.engine.configuration.keys import ConfigError, Key, not_honoured
+from refimpl.engine.configuration.quote import quote
 from refimpl.engine.names import named, optimizer_problem, schedule_problem
-from refimpl.engine.quote import quote
 
 Table = Mapping[str, Key]
 
@@ -55,7 +55,7 @@ DOTTED = tuple(
 COMMENTS = ("_", "//", "#")  # how people begin a key that is a comment, JSON having none; DeepSpeed reads no such key
 TECHNIQUES = "compression_training"  # whose sections are not read unless they are switched on
 VALUES = (str, Number, list, tuple, set, Mapping, NoneType, torch.dtype)
-# Arguments of a class, which `refimpl.engine.arguments` reads, and a plan that `parallel.auto.partition` reads.
+# Arguments of a class, which arguments.py beside this file reads, and a plan that `parallel.auto.partition` reads.
 FREE = ("optimizer.params", "scheduler.params", "tensor_parallel.partition_config")
 
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON: read, every key answered, and resolved into small typed configurations."""
