@@ -99,6 +99,9 @@ def test_what_it_cannot_do_is_said() -> None:
         DistributedAttention(Attention(1, False), None, scatter_idx=1)
     with pytest.raises(ValueError, match="batch_dim_idx is 2"):
         DistributedAttention(Attention(1, False), None)(*given(1, 2, 2), 2)
+    q, k, v = given(1, 2, 2)
+    with pytest.raises(TypeError, match=r"batch_dim_idx is a tensor.*batch_dim_idx, None, mask"):
+        DistributedAttention(Attention(1, False), None)(q, k, v, torch.ones(T, T))
 
 
 def of_tokens(shared: int, stage: int) -> tuple[Tensor, float, Tensor]:

@@ -75,6 +75,32 @@ def test_parts_count_a_step_once(stage: str, home: str, kind: type[Counting], tm
     assert run(check, ranks=2) == [[], []]
 
 
+class FusedAdam(Counting):
+    """Called as apex's is, and counting as it does: in its groups."""
+
+    elementwise = False
+    __module__ = "apex.optimizers.fused_adam"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.3)
+                    p.sub_(group["lr"] / group["step"] * mean)
+
+
+def test_apex_fused_adam_is_cut_as_in_deepspeed() -> None:
+    """Megatron's own, where apex is installed: it was refused from ZeRO-1 on."""
+
+    def check() -> list[str]:
+        plain, cut = trained("ddp", FusedAdam, None), trained("zero1", FusedAdam, None)
+        return differing(plain, cut) + differing(plain, trained("zero3", FusedAdam, Host()))
+
+    assert run(check, ranks=2) == [[], []]
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,15 @@ def group_of(handle: ProcessGroup | None) -> Group:
 
 
 def tokens_of(batch_dim_idx: int) -> int:
-    """The dimension of the tokens. ValueError for a batch that is neither first nor second."""
+    """The dimension of the tokens. ValueError for a batch that is neither first nor second.
+
+    TypeError for a tensor: callers written for DeepSpeed before 0.14.5 hand over the mask in its place.
+    """
+    if isinstance(batch_dim_idx, Tensor):
+        raise TypeError(
+            "batch_dim_idx is a tensor, and should be the batch's dimension, 0 or 1. What the local attention takes, "
+            "such as a mask, comes after rotary_pos_emb: attention(q, k, v, batch_dim_idx, None, mask)"
+        )
     if batch_dim_idx not in (0, 1):
         raise ValueError(f"batch_dim_idx is {batch_dim_idx}: it must be 0 or 1, the other is the sequence")
     return 1 - batch_dim_idx

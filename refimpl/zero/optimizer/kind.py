@@ -29,6 +29,8 @@ ELEMENTWISE = (
     optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
 
+APEX = "apex.optimizers.fused_adam.FusedAdam"  # by its name: apex is not imported. DeepSpeed's list has it too
+
 RATE = 0.01  # of a trial
 
 
@@ -129,7 +131,8 @@ def beyond_rate(group: dict[str, Any]) -> str:
 
 def is_elementwise(kind: type) -> bool:
     """Whether every element's update depends on that element alone."""
-    return kind in ELEMENTWISE or bool(getattr(kind, "elementwise", False))
+    known = kind in ELEMENTWISE or f"{kind.__module__}.{kind.__qualname__}" == APEX
+    return known or bool(getattr(kind, "elementwise", False))
 
 
 def is_layerwise(kind: type) -> bool:
