@@ -4,7 +4,6 @@ torch's `all_gather_object` sends two, the lengths before the bytes, and pickles
 costs is saved: the ranks of this project say many to each other before the first step.
 """
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,8 +21,8 @@ def to_everyone(handle: dist.ProcessGroup, message: bytes) -> list[bytes]:
 
 
 def _gathered(handle: dist.ProcessGroup, message: bytes, size: int) -> list[bytes]:
-    """Every rank's message, filled up to `size`. numpy makes the memory: torch's default device may be another."""
-    mine = np.frombuffer(bytearray(message.ljust(size, b"\0")), np.uint8)
-    table = np.empty((handle.size(), size), np.uint8)
-    dist.all_gather(list(torch.from_numpy(table)), torch.from_numpy(mine), group=handle)
-    return [row.tobytes() for row in table]
+    """Every rank's message, filled up to `size`. The memory is Python's: torch's default device may be another."""
+    mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+    table = bytearray(handle.size() * size)
+    dist.all_gather(list(torch.frombuffer(table, dtype=torch.uint8).view(-1, size).unbind()), mine, group=handle)
+    return [bytes(table[start : start + size]) for start in range(0, len(table), size)]

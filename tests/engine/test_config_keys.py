@@ -330,7 +330,7 @@ def test_adam_w_mode_beside_its_params_says_what_is_done() -> None:
 def test_every_honoured_key_is_read_by_somebody() -> None:
     declared = {"sections.py", "keys.py"}
     folder = Path(next(iter(refimpl.engine.__path__)))
-    code = "\n".join(file.read_text() for file in folder.glob("*.py") if file.name not in declared)
+    code = "\n".join(file.read_text() for file in folder.rglob("*.py") if file.name not in declared)
     code += "".join((folder.parent / "bench" / name).read_text() for name in ("autotune.py", "trials.py"))
     honoured = [p for p, key in KEYS.items() if key.verdict == "honoured" and ": " not in p and p not in ALIASES]
     code += "".join(f".{name}\n" for _, names in PATTERNS.values() for name in names.split())  # read by name
