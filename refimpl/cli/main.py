@@ -86,6 +86,8 @@ def demo(
     if mesh is not None:
         from refimpl.cli import mesh as meshes
 
+        if others := {"strategy", "device"}.intersection(given):
+            refuse("refimpl demo", f"--{min(others)}: --mesh trains by ZeRO-1, on the CPU; leave it out")
         with refusing("refimpl demo", ValueError):
             shape, task, mesh_out = meshes.asked(mesh, ranks, steps, text, layers, width, context, seed, out)
         raise typer.Exit(meshes.run(shape, task, mesh_out))
