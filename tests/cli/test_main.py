@@ -158,3 +158,22 @@ def test_no_completion_is_offered_for_a_name_that_no_shell_can_complete(
 ) -> None:
     assert refimpl_command(monkeypatch, command, "--show-completion") == 2
     assert "No such option: --show-completion" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "interrupted"),
+    [
+        ("bench comm", "refimpl.bench.comm.measure"),
+        ("checkpoint show .", "refimpl.cli.checkpoint.refusing"),
+        ("exercise reset 02_ddp", "refimpl.cli.exercise.find_chapter"),
+        ("plan --params 7B", "refimpl.plan.search.search"),
+    ],
+)
+def test_ctrl_c_is_no_success_for_what_follows_in_a_script(
+    monkeypatch: pytest.MonkeyPatch, command: str, interrupted: str
+) -> None:
+    def ctrl_c(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interrupted, ctrl_c)
+    assert refimpl_command(monkeypatch, *command.split()) == 130
