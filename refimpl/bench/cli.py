@@ -31,7 +31,9 @@ from refimpl.bench.publish import publish, write_rows
 from refimpl.bench.race import Turns
 from refimpl.bench.written import write_json, writing
 
-app = typer.Typer(help="Measure side by side with peers.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Measure side by side with peers.", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+)
 
 BUCKETS: list[Any] = ["20K", "100K", "300K", "1M", "10M"]  # elements, as they are typed
 

@@ -7,7 +7,9 @@ import typer
 
 from refimpl.cli.refuse import refuse, refusing
 
-app = typer.Typer(help="Checkpoints without ranks.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Checkpoints without ranks.", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+)
 Source = Annotated[Path, typer.Argument(help="A checkpoint, or a folder with a file `latest`.", metavar="FOLDER")]
 
 

@@ -10,7 +10,7 @@ from refimpl.grading.chapters import find_chapter
 from refimpl.grading.stubs import stub
 from refimpl.userdata import set_aside
 
-app = typer.Typer(help="The files of your exercises.", no_args_is_help=True)
+app = typer.Typer(help="The files of your exercises.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()

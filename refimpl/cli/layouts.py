@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refimpl.engine.configuration.schema import DeepSpeedConfig
     from refimpl.engine.configuration.sections import ZeroOptimization
     from refimpl.plan.judge import Machine, Verdict
     from refimpl.plan.search import Found
@@ -16,6 +17,7 @@ COLUMNS = (
 )
 OF_MIXTURES = ("ep", "ep GB sent")
 MOST = 1e14  # parameters
+COUNTED = ("adam", "adamw", "muadam", "muadamw")  # two fp32 numbers a parameter, and a master weight
 COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -43,14 +45,17 @@ def shape_of(params: str | None, model: Path | None, context: int | None) -> "Sh
     if params is not None:
         shape = of_size(count := count_of(params), context=context or 2048)
         if shape.parameters > 2 * count:
-            raise ValueError(f"--params {params}: the smallest GPT here has {shape.parameters / 1e6:.0f}M")
+            raise ValueError(
+                f"--params {params}: the smallest GPT here has {shape.parameters / 1e6:.0f}M, a position for each of "
+                f"{shape.context} tokens among them"
+            )
         return shape
     assert model is not None
     try:
         config = json.loads(model.read_text())
     except OSError as error:
         raise ValueError(f"--model {model}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second: brackets within brackets without end
         raise ValueError(f"--model {model}: a transformers configuration is JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"--model {model}: a transformers configuration is a JSON object, not {type(config).__name__}")
@@ -63,6 +68,8 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine", batch: in
 
     ValueError names what is wrong, also a `batch` that is not the JSON's.
     """
+    from dataclasses import replace
+
     from refimpl.engine.configuration.config import load_config
     from refimpl.engine.configuration.read import raw_config
     from refimpl.engine.layout import axes_asked
@@ -97,7 +104,32 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine", batch: in
         )
         for recompute in (False, True)
     ]  # fmt: skip
-    return found((judge(shape, mesh, machine) for mesh in meshes), machine)
+    return replace(found((judge(shape, mesh, machine) for mesh in meshes), machine), uncounted=uncounted(settings, dp))
+
+
+def uncounted(settings: "DeepSpeedConfig", dp: int) -> tuple[str, ...]:
+    """Keys that change what a rank keeps or sends, and no formula here. ValueError where most bytes would be wrong."""
+    zero, sums = settings.zero_optimization, settings.data_types.grad_accum_dtype
+    if 0 < zero.mics_shard_size < dp:
+        raise ValueError(
+            f"zero_optimization.mics_shard_size {zero.mics_shard_size}: the planner divides state over all data ranks; "
+            f"plan for --gpus {zero.mics_shard_size} what each of MiCS's groups keeps"
+        )
+    optimizer = settings.optimizer.type if settings.optimizer else "AdamW"
+    there = {
+        f"optimizer.type {optimizer} (counted as AdamW)": optimizer.lower() not in COUNTED,
+        "gradient_compression": settings.gradient_compression is not None,
+        "communication_data_type": settings.communication_data_type not in (None, settings.dtype),
+        "data_types.grad_accum_dtype": sums not in (None, settings.dtype),
+        "torch_autocast": settings.torch_autocast.enabled,
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "activation_checkpointing.partition_activations": settings.activation_checkpointing.partition_activations,
+        "activation_checkpointing.cpu_checkpointing": settings.activation_checkpointing.cpu_checkpointing,
+        "sparse_attention": settings.sparse_attention is not None,
+    }
+    return tuple(key for key, is_there in there.items() if is_there)
 
 
 def away(zero: "ZeroOptimization") -> tuple[str, ...]:
@@ -147,6 +179,8 @@ def show(shape: "Shape", found: "Found", machine: "Machine", gpus: int, top: int
         console.print("the configuration is for 32 bits: steps take longer than by --peak, which is of 16 bits")
     if mesh.away:
         console.print(f"offloaded: {', '.join(mesh.away)}; the time of what travels there and back is not counted")
+    if found.uncounted:
+        console.print(f"the configuration has what these figures leave out: {', '.join(found.uncounted)}")
     if not found.fit:
         console.print("nothing fits: more GPUs, more memory, a smaller model, or offload (refimpl demo --infinity)")
 

@@ -7,7 +7,7 @@ Bad input is one line on stderr and exit status 2. Commands import what they nee
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, NoReturn, cast
 
 import typer
 
@@ -86,6 +86,8 @@ def demo(
     if mesh is not None:
         from refimpl.cli import mesh as meshes
 
+        if others := {"strategy", "device"}.intersection(given):
+            refuse("refimpl demo", f"--{min(others)}: --mesh trains by ZeRO-1, on the CPU; leave it out")
         with refusing("refimpl demo", ValueError):
             shape, task, mesh_out = meshes.asked(mesh, ranks, steps, text, layers, width, context, seed, out)
         raise typer.Exit(meshes.run(shape, task, mesh_out))
@@ -123,6 +125,11 @@ def doctor(
         measured.run(ranks, picture)
 
 
+def pass_on(other: typer.Typer, context: typer.Context) -> NoReturn:
+    """Another app's words, and its exit status: it returns that of Ctrl-C, 130, as if it were a result."""
+    raise typer.Exit(other(context.args, prog_name=context.command_path, standalone_mode=False) or 0)
+
+
 @app.command(context_settings=PASSED_ON)
 def bench(context: typer.Context) -> None:
     """Measure side by side with peers: `refimpl bench zero`, `parallel`, `comm`, `checkpoint`; `table`: a report."""
@@ -130,7 +137,7 @@ def bench(context: typer.Context) -> None:
     from refimpl.launch import RankError
 
     try:
-        bench_app(context.args, prog_name="refimpl bench", standalone_mode=False)
+        pass_on(bench_app, context)
     except RankError as failure:
         print(f"refimpl bench: {failure}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -141,7 +148,7 @@ def checkpoint(context: typer.Context) -> None:
     """Checkpoints without ranks: `refimpl checkpoint show`, `verify`, `export`, `prune`, `import`."""
     from refimpl.cli.checkpoint import app as checkpoint_app
 
-    checkpoint_app(context.args, prog_name="refimpl checkpoint", standalone_mode=False)
+    pass_on(checkpoint_app, context)
 
 
 @app.command(context_settings=PASSED_ON)
@@ -149,7 +156,7 @@ def plan(context: typer.Context) -> None:
     """Decide before a run: `refimpl plan --params 1T --gpus 3072` says which layouts fit."""
     from refimpl.cli.plan import app as plan_app
 
-    plan_app(context.args, prog_name="refimpl plan", standalone_mode=False)
+    pass_on(plan_app, context)
 
 
 @app.command(context_settings=PASSED_ON)
@@ -225,7 +232,7 @@ def exercise(context: typer.Context) -> None:
     """Your exercises: `refimpl exercise watch 02_ddp` grades what you save, `reset 02_ddp` begins a chapter anew."""
     from refimpl.cli.exercise import app as exercise_app
 
-    exercise_app(context.args, prog_name="refimpl exercise", standalone_mode=False)
+    pass_on(exercise_app, context)
 
 
 def main() -> None:

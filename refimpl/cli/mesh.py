@@ -17,7 +17,7 @@ from rich.table import Table
 
 from refimpl import launch
 from refimpl.bench.written import write_json, writing
-from refimpl.cli.options import TRAIN_BYTES, check_memory
+from refimpl.cli.options import TRAIN_BYTES, check_memory, check_seed, check_writable
 from refimpl.cli.train import Task
 from refimpl.engine.initialize import initialize
 from refimpl.measure.memory import MemoryMeter
@@ -89,9 +89,12 @@ def asked(
         found.check(of_gpt(model))
     except ValueError as reason:
         raise ValueError(f"--mesh {mesh}: {reason}") from None
+    check_seed(seed)
     check_memory(30 * 10**6 + TRAIN_BYTES * model.parameters, found.gpus)
     task = Task(model, load_text(text, context) if text else corpus(), steps, seed, SEQUENCES)
-    return found, task, Path("out/mesh") if out == Path("out/demo") else out
+    out = Path("out/mesh") if out == Path("out/demo") else out
+    check_writable("out", out)
+    return found, task, out
 
 
 def train(mesh: Mesh, task: Task, feeds: int) -> Seen:

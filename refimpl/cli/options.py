@@ -58,8 +58,7 @@ def plan(
     for name, value in {"layers": layers, "width": width, "context": context}.items():
         if value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
-    if seed < 0:
-        raise ValueError(f"--seed {seed}: it must not be negative")
+    check_seed(seed)
     if width % ALIGN:
         raise ValueError(
             f"--width {width}: it must be a multiple of {ALIGN}, because torch's fused AdamW gives the same bits on "
@@ -75,6 +74,12 @@ def plan(
     check_memory(rank_bytes(task, len(chosen)), ranks)
     check_writable("out", out)
     return Plan(task, chosen, ranks, device, out)
+
+
+def check_seed(seed: int) -> None:
+    """One that both torch and numpy take."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed {seed}: it must {'not be negative' if seed < 0 else 'be below 2**63'}")
 
 
 def ranks_asked(asked: int | None) -> int:

@@ -12,7 +12,9 @@ from refimpl.cli.refuse import refuse, refusing
 if TYPE_CHECKING:
     from refimpl.activation.budget import Block, Plan
 
-app = typer.Typer(help="Decide before a run: what fits, and what it costs.", invoke_without_command=True)
+app = typer.Typer(
+    help="Decide before a run: what fits, and what it costs.", invoke_without_command=True, add_completion=False
+)
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from refimpl.checkpoint.errors import together
+from refimpl.checkpoint.errors import explained, together
 from refimpl.comm.group import Group
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.schema import DeepSpeedConfig
@@ -85,7 +85,7 @@ def opened(world: Group, key: str, section: OffloadOptimizer | OffloadParam, *of
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"zero_optimization.{key}.nvme_path = {str(path)!r}: {error.strerror}") from error
+            raise ConfigError(f"zero_optimization.{key}.nvme_path = {str(path)!r}: {explained(error)}") from error
         return Disk(path, *of_disk)
 
     return together(world, on_this_rank, OffloadError)

@@ -16,10 +16,14 @@ RESERVE = 0.1  # of a GPU's memory, for what no formula counts: kernels' workspa
 
 @dataclass(frozen=True)
 class Found:
-    """`fit`: the fastest first. `over`: those that do not fit, the least too large first."""
+    """`fit`: the fastest first. `over`: those that do not fit, the least too large first.
+
+    `uncounted`: keys of the configuration that change bytes or time, and that no formula here knows.
+    """
 
     fit: list[Verdict]
     over: list[Verdict]
+    uncounted: tuple[str, ...] = ()
 
 
 def search(shape: Shape, gpus: int, batch: int, machine: Machine) -> Found:

@@ -88,13 +88,18 @@ def find(environ: Mapping[str, str] = os.environ, *, certain: bool = True) -> Pl
 
 
 def meeting_point(place: Place, environ: Mapping[str, str] = os.environ) -> str:
-    """tcp://host:port where all ranks meet. RuntimeError if nobody said, unless all are on this machine."""
+    """tcp://host:port where all ranks meet. RuntimeError if nobody said, unless all are on this machine.
+
+    ValueError if MASTER_PORT is no port.
+    """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if host and not port:
         raise RuntimeError(
             f"rank {place.rank}: MASTER_ADDR is {host}, but MASTER_PORT is not set: export MASTER_PORT, "
             "a port that is free on that host, with the same value for every rank"
         )
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
     host = host or (_LOOPBACK if place.local_size == place.size else place.first_node)
     if not host:
         there = "an unknown number" if place.local_size is None else str(place.local_size)
@@ -103,6 +108,8 @@ def meeting_point(place: Place, environ: Mapping[str, str] = os.environ) -> str:
             "not say where to meet: export MASTER_ADDR (the name of the host of rank 0) and MASTER_PORT (a free port "
             "there), with the same values for every rank"
         )
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"  # IPv6, whose colons are not the port's
     # Below the ports that the system deals out, and another for another job.
     return f"tcp://{host}:{port or 20000 + zlib.crc32(place.job.encode()) % 10000}"
 
@@ -117,7 +124,7 @@ def in_torchruns_words(port: int, environ: Mapping[str, str] = os.environ) -> di
         return {}
     host, _, _ = meeting_point(place, {**environ, "MASTER_PORT": str(port)}).removeprefix("tcp://").rpartition(":")
     local = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}
-    said = {"RANK": place.rank, "WORLD_SIZE": place.size, **local, "MASTER_ADDR": host, "MASTER_PORT": port}
+    said = {"RANK": place.rank, "WORLD_SIZE": place.size, **local, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
     return {name: str(value) for name, value in said.items() if value is not None}
 
 

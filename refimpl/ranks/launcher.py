@@ -8,6 +8,7 @@ other machine: with `--no_ssh` each is told its place.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,8 @@ def torchrun(asked: argparse.Namespace) -> tuple[list[str], list[int] | None]:
             raise ValueError(f"--{name} is not offered: {why}")
     if asked.num_gpus == 0 or asked.num_gpus < -1:
         raise ValueError(f"--num_gpus must be 1 or more, not {asked.num_gpus}")
+    if not 0 < asked.master_port < 1 << 16:
+        raise ValueError(f"--master_port {asked.master_port}: a port is 1 to 65535, and the same on every machine")
     hosts = hostfile(Path(asked.hostfile))
     nodes = asked.num_nodes if asked.num_nodes > 0 else max(1, len(hosts))
     if nodes > 1 and not (asked.no_ssh and asked.node_rank >= 0 and asked.master_addr):
@@ -77,6 +80,8 @@ def torchrun(asked: argparse.Namespace) -> tuple[list[str], list[int] | None]:
             f"{nodes} machines: none is logged in to. Start this on each of them with --no_ssh --num_nodes {nodes} "
             "--node_rank 0 (1, ...) --master_addr HOST-OF-RANK-0, or use srun or torchrun (see README)"
         )
+    if nodes > 1 and asked.node_rank >= nodes:
+        raise ValueError(f"--node_rank {asked.node_rank}: {nodes} machines are 0 to {nodes - 1}; all would wait for it")
     own = [*hosts.values()][max(0, asked.node_rank) :][:1]  # what the file says of this machine
     slots = max(own, default=torch.cuda.device_count()) or 1
     gpus = chosen(asked, slots)
@@ -93,17 +98,28 @@ def torchrun(asked: argparse.Namespace) -> tuple[list[str], list[int] | None]:
 
 
 def hostfile(path: Path) -> dict[str, int]:
-    """Slots by host, {} without a file. ValueError names a line that is none, one without slots, or a host twice."""
+    """Slots by host, {} without a file. ValueError names a line that is none, one without slots, or a host twice.
+
+    What follows the slots is passed over, as in DeepSpeed: mpirun's files have max_slots there.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--hostfile {path}: cannot be read: {error}") from None
     slots: dict[str, int] = {}
-    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
-        words = line.split("#")[0].split()
-        if not words:
+    for number, line in enumerate(lines, 1):
+        if not (words := line.split("#")[0].strip()):
             continue
-        if len(words) != 2 or not words[1].removeprefix("slots=").isdigit() or words[0] in slots:
+        found = re.fullmatch(r"(\S+)\s+slots=([0-9]+)(\s.*)?", words)
+        if found is None or found[1] in slots:
             raise ValueError(f"--hostfile {path}, line {number}: {line!r} is no new `HOST slots=NUMBER`")
-        slots[words[0]] = int(words[1].removeprefix("slots="))
-        if not slots[words[0]]:
+        slots[found[1]] = int(found[2])
+        if not slots[found[1]]:
             raise ValueError(f"--hostfile {path}, line {number}: {line!r} has no slot: leave the line out")
+    if not slots:
+        raise ValueError(f"--hostfile {path}: names no host: write lines `HOST slots=NUMBER`, or leave the file out")
     return slots
 
 
@@ -118,7 +134,7 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
         raise ValueError("--include, --exclude, and --num_gpus or --num_nodes exclude each other: give one of them")
     name = "--include" if asked.include else "--exclude"
     host, _, numbers = (asked.include or asked.exclude).partition(":")
-    if host not in _HERE or "@" in numbers or not all(n.isdigit() for n in numbers.split(",") if numbers):
+    if host not in _HERE or "@" in numbers or not all(n.isdecimal() for n in numbers.split(",") if numbers):
         raise ValueError(f"{name} {asked.include or asked.exclude!r}: write this machine's GPUs, such as localhost:0,2")
     named = [int(n) for n in numbers.split(",")] if numbers else list(range(count))
     if torch.cuda.device_count() and max(named) >= count:
@@ -129,6 +145,14 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
     if not left or len(set(left)) != len(left):
         raise ValueError(f"{name} {asked.include or asked.exclude!r} leaves {left} of {count} GPUs: name each once")
     return left
+
+
+def make_folder(path: Path) -> None:
+    """For what each rank prints. ValueError where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--enable_each_rank_log {path}: cannot be a folder: {error.strerror}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -144,11 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if asked.autotuning:
             raise ValueError("--autotuning is `refimpl deepspeed`'s: start that")
         command, gpus = torchrun(asked)
+        if asked.enable_each_rank_log != "None":
+            make_folder(Path(asked.enable_each_rank_log))
         if not (asked.module or Path(asked.user_script).exists()):
             raise ValueError(f"{asked.user_script}: no such script (a module is run with --module)")
     except ValueError as reason:
         print(f"refimpl deepspeed: {reason}", file=sys.stderr)
         sys.exit(2)
+    if asked.hostfile != HOSTFILE and not Path(asked.hostfile).is_file():
+        print(f"refimpl deepspeed: --hostfile {asked.hostfile}: no such file: this machine alone", file=sys.stderr)
     if gpus is not None and torch.cuda.device_count():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     cores = (os.cpu_count() or 1) // int(command[1])

@@ -85,7 +85,12 @@ class Rank(ForkServerProcess):
         os.setpgid(0, 0)  # Ctrl-C is the caller's business; and one signal reaches whatever processes fn starts
         self.lock = threading.RLock()
         self.spare = spare()
-        self.stacks = self.setup.stack_file(self.number).open("w")
+        try:
+            self.stacks = self.setup.stack_file(self.number).open("w")
+        except FileNotFoundError:
+            if self.life.poll(1.0):
+                return  # the caller has ended before this rank began, by Ctrl-C, and has taken the folder away
+            raise
         threading.Thread(target=self._die_with_caller, daemon=True).start()
         faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
         sys.stdout, sys.stderr = _Output(self, "stdout", 1), _Output(self, "stderr", 2)

@@ -34,6 +34,7 @@ def refimpl_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--context -3", "--context -3: it must be at least 1"),
         ("--steps 1", "--steps 1: at least 2 are needed, before its first the optimizer has no state to count"),
         ("--seed -1", "--seed -1: it must not be negative"),
+        ("--seed 9223372036854775808", "--seed 9223372036854775808: it must be below 2**63"),
         ("--strategy zero4", "--strategy zero4: there is no such strategy; choose from ddp, zero1, zero2, zero3"),
         ("--device tpu", "--device tpu: choose from auto, cpu, cuda"),
         ("--text missing.txt", "cannot read missing.txt: No such file"),
@@ -149,3 +150,30 @@ def test_a_usage_error_names_the_command_and_help_stands_alone(
     shown = "".join(capsys.readouterr())
     assert "watch" in shown
     assert "refimpl:" not in shown
+
+
+@pytest.mark.parametrize("command", ["bench", "checkpoint", "exercise", "plan"])
+def test_no_completion_is_offered_for_a_name_that_no_shell_can_complete(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert refimpl_command(monkeypatch, command, "--show-completion") == 2
+    assert "No such option: --show-completion" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "interrupted"),
+    [
+        ("bench comm", "refimpl.bench.comm.measure"),
+        ("checkpoint show .", "refimpl.cli.checkpoint.refusing"),
+        ("exercise reset 02_ddp", "refimpl.cli.exercise.find_chapter"),
+        ("plan --params 7B", "refimpl.plan.search.search"),
+    ],
+)
+def test_ctrl_c_is_no_success_for_what_follows_in_a_script(
+    monkeypatch: pytest.MonkeyPatch, command: str, interrupted: str
+) -> None:
+    def ctrl_c(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interrupted, ctrl_c)
+    assert refimpl_command(monkeypatch, *command.split()) == 130

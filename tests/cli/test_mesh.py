@@ -32,6 +32,9 @@ def test_the_mesh_lies_on_one_process_and_its_bytes_on_the_formulas(mesh: str, t
         (["--mesh", "pp=7"], "4 layers, embedding and head over 7 pipeline stages: each needs one of them"),
         (["--mesh", "tp=2", "--ranks", "4"], "--ranks 4: --mesh tp=2 has 2; leave --ranks out"),
         (["--mesh", "cp=2", "--context", "6"], "6 tokens over context ranks, two runs each: does not divide by 4"),
+        (["--mesh", "dp=2", "--device", "cuda"], "--device: --mesh trains by ZeRO-1, on the CPU; leave it out"),
+        (["--mesh", "dp=2", "--seed", "-1"], "--seed -1: it must not be negative"),
+        (["--mesh", "dp=2", "--out", __file__], "it is a file, and a folder is needed"),
         (["--mesh", "tp=8"], "tp must divide the 4 heads and the vocabulary of 256"),
     ],
 )

@@ -128,9 +128,10 @@ def test_layouts_refused_in_one_line(
 def test_a_model_that_is_no_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text("[1]")
-    assert refimpl_command(monkeypatch, "plan", "--model", str(tmp_path / "config.json")) == 2
-    assert "a transformers configuration is a JSON object, not list" in capsys.readouterr().err
+    for text, reason in (("[1]", "is a JSON object, not list"), ("[" * 100_000, "is JSON: maximum recursion depth")):
+        (tmp_path / "config.json").write_text(text)
+        assert refimpl_command(monkeypatch, "plan", "--model", str(tmp_path / "config.json")) == 2
+        assert f"a transformers configuration {reason}" in capsys.readouterr().err
 
 
 def test_a_configuration_of_another_batch_or_of_32_bits_is_said(
@@ -164,6 +165,25 @@ def test_what_is_offloaded_is_not_on_the_gpu(
     file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"offload_optimizer": HALF}}))
     assert refimpl_command(monkeypatch, "plan", "--params", "7B", "--config", str(file)) == 2
     assert "offload_optimizer.ratio below 1: the planner knows all or nothing" in capsys.readouterr().err
+
+
+def test_what_a_configuration_has_and_no_formula_counts_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, words = tmp_path / "ds.json", "what these figures leave out: "
+    for more, said in (
+        ({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}, ""),
+        ({"optimizer": {"type": "Lion"}, "data_types": {"grad_accum_dtype": "fp32"}},
+         "optimizer.type Lion (counted as AdamW), data_types.grad_accum_dtype\n"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": True}},
+         "zero_hpz_partition_size, zero_quantized_weights\n"),
+    ):  # fmt: skip
+        file.write_text(json.dumps({"train_batch_size": 8, "bf16": {"enabled": True}} | more))
+        assert refimpl_command(monkeypatch, "plan", "--params", "1B", "--config", str(file)) == 0
+        assert capsys.readouterr().out.partition(words)[2] == said
+    file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}))
+    assert refimpl_command(monkeypatch, "plan", "--params", "1B", "--config", str(file)) == 2
+    assert "mics_shard_size 2: the planner divides state over all data ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

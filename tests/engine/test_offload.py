@@ -140,6 +140,11 @@ WRONG = {
     "delayed_update needs device 'cpu' or 'nvme'": (2, {"device": "none", "delayed_update": True}, None),
     "no offload_param: the next step reads parameters": (3, CPU | {"delayed_update": True}, PARAM),
     "offload_optimizer.device = 'nvme' needs a folder: set offload_optimizer.nvme_path": (2, {"device": "nvme"}, None),
+    "nvme_path = '/proc/self/comm': File exists; move what is there away": (
+        2,
+        {"device": "nvme", "nvme_path": "/proc/self/comm"},
+        None,
+    ),
     "offload_optimizer.nvme_path = '/proc/here': ": (2, {"device": "nvme", "nvme_path": "/proc/here"}, None),
     "and a buffer holds 4: raise buffer_size": (3, CPU, PARAM | {"buffer_size": 1}),
 }

@@ -1,6 +1,7 @@
 """What launchers leave in the environment, read as a place; what they leave out, asked for by name."""
 
 import os
+from urllib.parse import urlparse
 
 import pytest
 
@@ -90,6 +91,22 @@ def test_ranks_meet_where_they_were_told_else_on_this_machine() -> None:
     assert here.startswith("tcp://127.0.0.1:2")
     assert here == meeting_point(Place("srun", 3, 4, 3, 4, "77"), {})
     assert here != meeting_point(Place("srun", 0, 4, 0, 4, "78"), {})
+
+
+def test_an_address_with_colons_is_a_host_and_no_port() -> None:
+    """A pod whose network is IPv6 alone. torch asks for the address bare in MASTER_ADDR, in brackets in a URL."""
+    place = Place("torchrun", 0, 1, 0, 1, "77")
+    for address in ("::1", "[::1]"):
+        meeting = meeting_point(place, {"MASTER_ADDR": address, "MASTER_PORT": "5"})
+        assert (urlparse(meeting).hostname, urlparse(meeting).port) == ("::1", 5)
+        assert in_torchruns_words(5, OPEN_MPI | {"MASTER_ADDR": address})["MASTER_ADDR"] == "::1"
+    assert in_torchruns_words(29500, OPEN_MPI | {"MASTER_ADDR": "fd00::a"})["MASTER_ADDR"] == "fd00::a"
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536", "-1"])
+def test_a_port_that_is_none_is_named(port: str) -> None:
+    with pytest.raises(ValueError, match=f"MASTER_PORT={port}: a port is a number from 1 to 65535"):
+        meeting_point(Place("torchrun", 0, 2, 0, 2, ""), {"MASTER_ADDR": "a", "MASTER_PORT": port})
 
 
 def test_another_launchers_words_become_torchruns() -> None:
