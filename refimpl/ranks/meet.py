@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 from torch.distributed.rendezvous import rendezvous
 
 from refimpl.ranks.allocator import keep_freed_memory
+from refimpl.ranks.attempt import of_this_attempt
 from refimpl.ranks.environment import Place
 
 BOTH = "cpu:gloo,cuda:nccl"  # one group, and for each device's tensors a library
@@ -22,6 +23,8 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
     limit = timeout or default_pg_timeout
     store, _, _ = next(rendezvous(meeting, place.rank, place.size, timeout=limit))
     store.set_timeout(limit)
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        store = of_this_attempt(store, place.rank, place.size, limit)
     local_rank, local_size = _on_this_machine(place, store)
     chosen, devices = devices_of(local_size, device)
     if device != "cpu" and has_own_gpu(place, store, local_size):
