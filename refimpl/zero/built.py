@@ -1,11 +1,11 @@
 """What a stage is made of: `Stage` sets it, and the classes that a stage is put together from read it.
 
-Stage      stage.py      trains: backward, step, gather
-Hooked     hooked.py     acts when the model's forward and backward run
-Beside     beside.py     knows of other ranks than those that share its shards
-ByName     access.py     gives and takes single parameters
-Held       held.py       says what it holds, saves and loads it
-Changing   changing.py   takes in what is to be trained later, and lets go
+Stage      stage.py              trains: backward, step, gather
+Hooked     loop/hooked.py        acts when the model's forward and backward run
+Beside     agreement/beside.py   knows of other ranks than those that share its shards
+ByName     loop/access.py        gives and takes single parameters
+Held       loop/held.py          says what it holds, saves and loads it
+Changing   loop/changing.py      takes in what is to be trained later, and lets go
 """
 
 from abc import ABC, abstractmethod

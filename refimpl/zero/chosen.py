@@ -1,6 +1,6 @@
 """What a stage's configuration and its optimizer choose: how gradients are reduced, and which update there is.
 
-optimizer averages by itself      its own, see one_bit.py, beside the stage's `reduce`; `OneBitUpdate`
+optimizer averages by itself      its own (reduction/one_bit.py) beside the stage's `reduce`; `OneBitUpdate`
 compression                       `Compressed` in place of the stage's `reduce`
 optimizer_home                    `OffloadedUpdate`; one step late with delayed_update: `DelayedUpdate`; of an
                                   optimizer that asks about whole parameters: `OffloadedWhole`

@@ -4,7 +4,7 @@ Inside `with Init():` each module's own parameters are cut into shards as soon a
 that a rank holds is its shard of what is built so far plus the module under construction. What a constructor reads or
 writes of its children (`nn.init.normal_(self.proj.weight)`) is gathered when it is read and cut again, from rank 0's
 values, when the next constructor returns, that one at the latest; `module.apply(fn)` gathers one module at a time.
-What is built may be cast, all of it or a part (`model.to(torch.bfloat16)`), before there is a stage: see cast.py.
+What is built may be cast, all of it or a part (`model.to(torch.bfloat16)`), before there is a stage: gather/cast.py.
 DeepSpeed: deepspeed/runtime/zero/partition_parameters.py, `Init` and `GatheredParameters`.
 """
 

@@ -8,7 +8,7 @@
 With a disk what stays in memory are the buffers of those that travel: what a rank needs no longer grows with the model.
 The sum of squares is taken on the way out. A disk that cannot take or give them is told to every rank before the
 update: they are dropped, and the state is that of the last step. A run that comes back altered is found in the update,
-beside its part: see offloaded.py.
+beside its part: see offload/offloaded.py.
 ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840, section 4. ZeRO-Infinity: Rajbhandari et al. 2021, arXiv:2104.07857,
 section 5.1. DeepSpeed: deepspeed/runtime/zero/stage3.py, `partition_grads`.
 """
