@@ -48,6 +48,8 @@ def plan(
     """Decide before a run: `refimpl plan --params 1T --gpus 3072`: which layouts fit, how fast, limited by what."""
     if context.invoked_subcommand is not None:
         return
+    from rich.console import Console
+
     from refimpl.cli.layouts import asked, shape_of, show
     from refimpl.plan.judge import Machine
     from refimpl.plan.search import search
@@ -61,7 +63,11 @@ def plan(
         if min(sizes) < 10**6:
             raise ValueError("--gpu-memory, --node-bandwidth, --network, --memory-bandwidth: 1MB or more: 80GB, not 80")
         machine = Machine(sizes[0], peak, efficiency, node, *sizes[1:])
-        found = asked(config, shape, gpus, machine, batch) if config else search(shape, gpus, batch or gpus, machine)
+        with Console(stderr=True).status(f"{gpus} GPUs ..."):  # of a hundred thousand: seconds
+            if config:
+                found = asked(config, shape, gpus, machine, batch)
+            else:
+                found = search(shape, gpus, batch or gpus, machine)
     show(shape, found, machine, gpus, top)
 
 
