@@ -464,7 +464,7 @@ for module in (ddp, zero1, zero2, zero3, stage, hooked, chosen):
 # any folder will do. This file asks for the disk, and this is what its keys become:
 
 # %%
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.homes import with_homes
 
 settings = load_config(

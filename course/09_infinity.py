@@ -816,7 +816,7 @@ for name, asynchronous in {"synchronous": False, "asynchronous": True}.items():
 # it needs and the files that have them, and reads those. Nobody sends anything, and nobody holds a whole copy.
 
 # %%
-from refimpl.engine.saving.resume import Saved
+from refimpl.engine.resume import Saved
 from refimpl.model.gpt import GPT
 from refimpl.zero.portable import place_of, restore
 
@@ -995,7 +995,7 @@ place.cleanup()
 # - **Code:** [shelf.py](../refimpl/offload/shelf.py), [homes.py](../refimpl/offload/homes.py),
 #   [infinity.py](../refimpl/cli/infinity.py); [atomic.py](../refimpl/checkpoint/atomic.py),
 #   [manifest.py](../refimpl/checkpoint/manifest.py), [place.py](../refimpl/checkpoint/place.py),
-#   [unpickle.py](../refimpl/checkpoint/unpickle.py); [resume.py](../refimpl/engine/saving/resume.py).
+#   [unpickle.py](../refimpl/checkpoint/unpickle.py); [resume.py](../refimpl/engine/resume.py).
 # - **DeepSpeed:**
 #   [partitioned_param_swapper.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/swap_tensor/partitioned_param_swapper.py),
 #   [ds_to_universal.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/checkpoint/ds_to_universal.py),

@@ -70,7 +70,7 @@ def asked(config: Path, shape: "Shape", gpus: int, machine: "Machine", batch: in
     """
     from dataclasses import replace
 
-    from refimpl.engine.configuration.config import load_config
+    from refimpl.engine.config import load_config
     from refimpl.engine.configuration.read import raw_config
     from refimpl.engine.layout import axes_asked
     from refimpl.plan.formulas import STRATEGIES

@@ -1,8 +1,9 @@
 """From a DeepSpeed configuration to a training loop.
 
-Read `initialize` (one call), `build` (what a configuration becomes), `engine` (forward, backward, step) and `pipeline`
-(the same of a model in stages). Beside them lies what these ask; two subjects have folders of their own:
+Read `config` (DeepSpeed's JSON), `initialize` (one call), `build` (what a configuration becomes), `engine` (forward,
+backward, step), `pipeline` (the same of a model in stages), `checkpoint` and `resume`. Beside them lies what these ask;
+of two there is a folder:
 
-    configuration/   DeepSpeed's JSON: every key answered, and resolved into small typed configurations
-    saving/          checkpoints: what of a run goes into one, how it is written, and comes back into any layout
+    configuration/   the keys: each one's answer, its section's schema, its value resolved
+    saving/          what of a run goes into a checkpoint, and where else weights go to and come from
 """

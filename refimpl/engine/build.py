@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.plus import with_plus
 from refimpl.engine.configuration.schema import DeepSpeedConfig

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.streams import sent
+from refimpl.engine import checkpoint
 from refimpl.engine.activations import checkpointer
 from refimpl.engine.autotuning import Trial
 from refimpl.engine.build import Parts
@@ -39,9 +40,8 @@ from refimpl.engine.compressed import Clock
 from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.precision import autocast, dtypes_told, in_half
 from refimpl.engine.report import Report, mean_loss
-from refimpl.engine.saving import checkpoint
+from refimpl.engine.saved import Saved
 from refimpl.engine.saving.module_state import ModuleState
-from refimpl.engine.saving.saved import Saved
 from refimpl.measure.flops import FORWARD, FlopsProfiler
 from refimpl.measure.throughput import ThroughputTimer
 from refimpl.zero.norm import GradNorm, shown

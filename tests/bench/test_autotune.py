@@ -20,8 +20,8 @@ from refimpl.bench.trials import Script, Trials, given, replaced, summary
 from refimpl.cli.autotune import ended_as_by_ctrl_c, without
 from refimpl.cli.main import app
 from refimpl.engine.autotuning import Autotuning
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.batch import STEPS
-from refimpl.engine.configuration.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 
 SCRIPT = """

@@ -20,7 +20,7 @@ from refimpl.checkpoint import atomic, write
 from refimpl.checkpoint.background import Background
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.write import SCRIPT
-from refimpl.engine.saving import checkpoint
+from refimpl.engine import checkpoint
 
 DECOUPLED = {"checkpoint": {"writer": {"type": "python", "decoupled": True}}}
 

@@ -17,7 +17,7 @@ from refimpl.checkpoint import export
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Place
-from refimpl.engine.saving.resume import Saved
+from refimpl.engine.resume import Saved
 from refimpl.measure.memory import MemoryMeter
 from refimpl.zero.portable import restore, room
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.arguments import read
-from refimpl.engine.configuration.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.sections import Scheduler
 from refimpl.engine.trained import make_scheduler, named_optimizer

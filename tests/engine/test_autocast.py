@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import refimpl
 import refimpl.deepspeed as deepspeed
 from refimpl.deepspeed.runtime.engine import autocast_if_enabled
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 
 STEPS = 3

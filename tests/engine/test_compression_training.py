@@ -17,7 +17,7 @@ from refimpl.compress.weights.layers import Compressed
 from refimpl.deepspeed.compression import convert_conv1d_to_linear, init_compression, redundancy_clean
 from refimpl.deepspeed.compression.basic_layer import LinearLayer_Compress
 from refimpl.deepspeed.compression.compress import student_initialization
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.zero.init import Init
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.optim.loss_scale import DynamicLossScaler

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refimpl
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 
 HUGGING_FACE: dict[str, Any] = {  # the shape of the file in Hugging Face's DeepSpeed guide, without offload

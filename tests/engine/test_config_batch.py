@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -11,8 +11,8 @@ import torch
 
 import refimpl.engine
 from refimpl.compress.weights.layers import ORDER
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.answer import ALIASES, markdown, table
-from refimpl.engine.configuration.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.curriculum import Curriculum, ScheduleConfig

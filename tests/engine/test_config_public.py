@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.trained import make_scheduler, named_optimizer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.read import read_json
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.batch import MICRO, STEPS, TRAIN, complete
-from refimpl.engine.configuration.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 
 SIZES = st.integers(1, 10**6)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.answer import ALIASES, RENAMED, table
-from refimpl.engine.configuration.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.schema import DeepSpeedConfig
 

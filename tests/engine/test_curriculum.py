@@ -11,7 +11,7 @@ from torch import nn
 
 import refimpl
 from refimpl.deepspeed.pipe import PipelineModule
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.optim.curriculum import CurriculumScheduler
 from refimpl.optim.layer_drop import ProgressiveLayerDrop

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import refimpl
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.batch import MICRO, STEPS, TRAIN
-from refimpl.engine.configuration.config import load_config
 from refimpl.engine.configuration.elasticity import (
     SCHEDULER,
     ElasticityConfigError,

@@ -15,7 +15,7 @@ import worlds
 from torch import Tensor, nn
 
 import refimpl
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.trained import named_optimizer
 from refimpl.optim.schedule import WarmupLR

@@ -17,7 +17,7 @@ import refimpl
 from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.tensors import Reader
-from refimpl.engine.saving import resume
+from refimpl.engine import resume
 from refimpl.engine.saving.small_states import Wanted
 
 TAG = "global_step2"

@@ -16,7 +16,7 @@ from refimpl.compress.powersgd import PowerSGD
 from refimpl.compress.randomk import RandomK
 from refimpl.compress.sign import Sign
 from refimpl.compress.topk import TopK
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 
 MEANING: list[tuple[dict[str, Any], Compression]] = [

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import refimpl
 from refimpl.comm.group import Group
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigWarning
 from refimpl.engine.homes import with_homes
 from refimpl.launch import RankError

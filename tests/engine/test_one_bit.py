@@ -12,7 +12,7 @@ from torch import nn
 
 import refimpl
 from refimpl.deepspeed.pipe import PipelineModule
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.optim.one_bit_adam import OneBitAdam

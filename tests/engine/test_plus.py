@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from worlds import run
 
 from refimpl.comm.group import Group
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.engine.initialize import initialize
 from refimpl.model.gpt import GPT, GPTConfig

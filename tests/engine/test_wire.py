@@ -8,7 +8,7 @@ import worlds
 from torch import Tensor, nn
 
 import refimpl
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 
 SPELLINGS = {
     torch.float32: ("fp32", "FP32", "float32", "float", "torch.float32"),

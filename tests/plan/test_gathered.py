@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from worlds import run
 
-from refimpl.engine.configuration.config import load_config
+from refimpl.engine.config import load_config
 from refimpl.engine.initialize import initialize
 from refimpl.measure.memory import MemoryMeter
 from refimpl.model.gpt import GPT, GPTConfig

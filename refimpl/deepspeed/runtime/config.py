@@ -1,6 +1,6 @@
 """The configuration under DeepSpeed's names.
 
-DeepSpeed: deepspeed/runtime/config.py; ours: refimpl/engine/configuration/config.py.
+DeepSpeed: deepspeed/runtime/config.py; ours: refimpl/engine/config.py.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from refimpl.comm.group import Group
-from refimpl.engine.configuration import config as engine_config
+from refimpl.engine import config as engine_config
 from refimpl.engine.configuration import schema
 from refimpl.engine.configuration.keys import ConfigError as DeepSpeedConfigError
 from refimpl.engine.configuration.read import raw_config

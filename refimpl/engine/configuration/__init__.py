@@ -1,1 +1,1 @@
-"""DeepSpeed's JSON: read, every key answered, and resolved into small typed configurations."""
+"""The keys of DeepSpeed's JSON: each one's answer, its section's schema, its value resolved."""

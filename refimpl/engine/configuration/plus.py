@@ -1,6 +1,6 @@
 """From the ZeRO++ and MiCS keys to the stage's own configuration: see `refimpl.zero.gather.plus` for what each does.
 
-As in DeepSpeed they are of stage 3 alone and have no effect in the others; config.py drops them there, with a warning.
+As in DeepSpeed they are of stage 3 alone and have no effect in the others; engine/config.py drops them, with a warning.
 DeepSpeed: deepspeed/runtime/zero/config.py.
 """
 

@@ -1,1 +1,1 @@
-"""Checkpoints: what of a run goes into one, how it is written, and how it comes back into any layout."""
+"""What of a run goes into a checkpoint, and where else weights go to and come from."""

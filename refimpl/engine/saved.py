@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from refimpl.engine import checkpoint, resume
 from refimpl.engine.accumulation import Accumulation
-from refimpl.engine.saving import checkpoint, resume
 from refimpl.engine.saving.small_states import Wanted
 
 

@@ -27,8 +27,8 @@ from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.find import find
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
+from refimpl.engine.checkpoint import wait
 from refimpl.engine.saving import layer_files, weights
-from refimpl.engine.saving.checkpoint import wait
 from refimpl.engine.saving.contents import identity, param_groups, schedule
 from refimpl.engine.saving.small_states import Wanted, own_rank, saved_groups, small_states
 from refimpl.engine.saving.whole import portions_by_name

@@ -39,7 +39,7 @@ def load_config(
     """Read, answer, resolve and check a DeepSpeed configuration.
 
     `config` is a dictionary or the path of a file; `world_size` the number of ranks that read different data; `model`
-    and `auto` fill in "auto" values (see auto.py beside this file). Warnings (`ConfigWarning`) come from rank 0 only;
+    and `auto` fill in "auto" values (see configuration/auto.py). Warnings (`ConfigWarning`) come from rank 0 only;
     errors (`ConfigError`) come from every rank, name each wrong key with its full path, and list all that one step
     finds. own_optimizer: the caller brings one, so that which the file names is not built and may be one that nobody
     here knows.
