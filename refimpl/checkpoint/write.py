@@ -59,9 +59,11 @@ def write_rank(new: Path, mine: Mapping[str, Tensor | Later], notes: dict[str, A
 def write_notes(new: Path, digest: dict[str, Any], notes: dict[str, Any]) -> None:
     """A rank's JSON, with the size and checksum of its tensors."""
     about = new / notes_file(notes["save"]["rank"])
+    part = atomic.unfinished(about, atomic.new_id())
     with naming(about):
-        text = json.dumps({"tensors": digest} | notes)
-        atomic.write_file(about, lambda part: part.write_text(text))
+        part.write_text(json.dumps({"tensors": digest} | notes))
+        atomic.sync(part)
+        os.replace(part, about)  # and nothing after it: rank 0 syncs the folder, and may have renamed it already
 
 
 def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) -> None:
