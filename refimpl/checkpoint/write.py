@@ -63,6 +63,7 @@ def write_notes(new: Path, digest: dict[str, Any], notes: dict[str, Any]) -> Non
     with naming(about):
         part.write_text(json.dumps({"tensors": digest} | notes))
         atomic.sync(part)
+        atomic.sync(new)  # the name of the tensors, before that of what tells of them
         os.replace(part, about)  # and nothing after it: rank 0 syncs the folder, and may have renamed it already
 
 
