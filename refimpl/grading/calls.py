@@ -59,8 +59,13 @@ class Calls:
 
     def look(self, frame: FrameType, event: str, arg: object) -> None:
         """Python calls this at every call of a function."""
-        caller = frame if event == "c_call" else frame.f_back  # a function in C has no frame of its own
-        if event not in ("call", "c_call") or caller is None or caller.f_code.co_filename != self.path or self.cheat:
+        if event == "call":
+            caller = frame.f_back
+        elif event == "c_call":  # a function in C has no frame of its own
+            caller = frame
+        else:  # half of the events: a return needs no look at who called
+            return
+        if caller is None or caller.f_code.co_filename != self.path or self.cheat:
             return
         if event == "c_call":
             said = made(arg) if arg in MAKERS else ""

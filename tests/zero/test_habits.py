@@ -286,22 +286,29 @@ def test_a_weight_written_in_forward_is_refused_by_zero3() -> None:
         run(written_in_forward, ranks=2)
 
 
-def in_double(stage_name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def in_double(stage_name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, tuple[Any, Any]]]:
+    """The weights, one process's, and of each name what the stage tells of the weight and of its first moment."""
+
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         plain(model, optimizer, lambda step: batch(step, 0).double())
         return dict(model.state_dict())
 
     model = small().double()
     optimizer = by_adamw(model)
-    STAGES[stage_name](model, optimizer)
+    stage = STAGES[stage_name](model, optimizer)
     twin = small().double()
-    return train(model, optimizer), train(twin, by_adamw(twin))
+    weights, expected = train(model, optimizer), train(twin, by_adamw(twin))
+    return weights, expected, {n: (stage.full_parameter(n), stage.full_state(n, "exp_avg")) for n in weights}
 
 
 @every_stage
 def test_fp64_stays_fp64(stage: str) -> None:
-    for weights, expected in run(in_double, stage, ranks=2):
+    for weights, expected, told in run(in_double, stage, ranks=2):
         for name, w in weights.items():
+            weight, moment = told[name]
+            assert torch.equal(weight, w)
+            assert moment.dtype == torch.float64
+            assert not torch.equal(moment, moment.float().double())
             torch.testing.assert_close(w, expected[name], rtol=1e-12, atol=1e-12)
             assert not torch.equal(w, w.float().double())
 

@@ -1,5 +1,7 @@
 """Single parameters by name: the fp32 weight, the gradient and the optimizer's state, whole or this rank's part.
 
+Of an fp64 model all of it is fp64.
+
 Everything that a stage keeps for a parameter lies in a flat buffer that its bucket describes, [P] on every rank or
 [S] on each: `part` is the view of it that is here, `whole` brings all parts together (a broadcast from each rank that
 has one), `put` writes it back. DeepSpeed: deepspeed/utils/tensor_fragment.py, `safe_get_full_fp32_param` and its kin.
@@ -36,7 +38,10 @@ class ByName(Built):
         """The fp32 weight: the master, where there is one. -> p's shape, in memory of its own."""
         p = self.parameter(p)
         bucket = self.home(p)
-        return DATA.__get__(p).float().clone() if bucket is None else whole(bucket, self.weights(bucket), p)
+        if bucket is None:
+            weight: Tensor = DATA.__get__(p)
+            return weight.to(exact(weight.dtype), copy=True)
+        return whole(bucket, self.weights(bucket), p)
 
     def set_full_parameter(self, p: nn.Parameter | str, value: Tensor) -> None:
         """Replace the fp32 weight, and what is rounded from it, by `value`: the same on every rank."""
@@ -254,17 +259,23 @@ class ByName(Built):
 
     def spread(self, bucket: Bucket, p: nn.Parameter, part: Tensor) -> Tensor:
         """A buffer as long as the bucket's owned slice with `part` in p's place."""
-        flat = torch.zeros_like(self.weights(bucket), dtype=torch.float32)
+        weights = self.weights(bucket)
+        flat = torch.zeros_like(weights, dtype=exact(weights.dtype))
         bucket.part(flat, p).copy_(part)
         return flat
 
 
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """In which values of `dtype` are given: fp32, of an fp64 model fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @torch.no_grad()
 def whole(bucket: Bucket, flat: Tensor, p: nn.Parameter) -> Tensor:
-    """p's piece of flat ([P], or [S] on each rank): a copy in fp32, in p's shape, on p's device. A collective."""
+    """p's piece of flat ([P], or [S] on each rank): an exact copy, in p's shape, on p's device. A collective."""
     if flat.numel() == bucket.padded:
-        return bucket.piece(flat, p).to(bucket.device, torch.float32, copy=True)
-    result = torch.empty(p.numel(), dtype=torch.float32, device=bucket.device)
+        return bucket.piece(flat, p).to(bucket.device, exact(flat.dtype), copy=True)
+    result = torch.empty(p.numel(), dtype=exact(flat.dtype), device=bucket.device)
     at = 0
     for rank in range(bucket.group.size):
         start, end = bucket.span(p, rank)
@@ -286,7 +297,8 @@ def mean_waiting(gradients: "Gradients", bucket: Bucket, p: nn.Parameter) -> Ten
     mine = gradients.waiting(p)
     if not somewhere(gradients, bucket, mine is not None):
         return None
-    total = torch.zeros(p.shape, device=bucket.device) if mine is None else mine.to(torch.float32, copy=True)
+    wide = exact(p.dtype)
+    total = torch.zeros(p.shape, dtype=wide, device=bucket.device) if mine is None else mine.to(wide, copy=True)
     bucket.group.all_reduce(total, "sum", tag="full gradient")
     is_sum = gradients.config.gradient_allreduce_op == "sum"
     if gradients.across is not None:
