@@ -53,7 +53,8 @@ predict(
 #
 # Leaving out single pairs saves nothing: processors multiply tiles, and a tile with one score in it costs what a full one
 # does. So one leaves out whole **blocks** of $b \times b$ scores. A **layout** has an entry for each: row $r$ says which
-# blocks of keys the $r$-th block of queries reads. With $n = T/b$ blocks a side,
+# blocks of keys the $r$-th block of queries reads. With $n = T/b$ blocks a side, and the **density** for the share of the
+# $n^2$ blocks that is read,
 #
 # $$\text{FLOPs} = 4\, b^2 D \cdot (\text{blocks read}) = \text{density} \cdot 4\,T^2 D .$$
 #
