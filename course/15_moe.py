@@ -400,15 +400,16 @@ pd.concat(tables[:2], keys=["rank 0", "rank 1"])
 # |---|---|---|---|---|---|
 # | GShard 2020 | top-2, the second one at times | einsum, all-to-all of $[E, C, M]$ | dropped, $C = 2T/E$ | loss on first choices | - |
 # | Switch 2021 | top-1 | the same | dropped, factor 1 to 2 | loss, 0.01 | - |
-# | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | the same, padded to $C$ | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
+# | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | a gather (an einsum until 0.19.3), all-to-all of $[E, C, M]$ | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
 # | MegaBlocks, Megatron-Core | top-k | sort, uneven all-to-all, grouped matmul (or DeepEP's kernels) | nothing ("dropless") unless asked | loss by sequence, batch or *global* batch; bias | shared experts |
 # | Mixtral 2023 | top-2 of 8, softmax over the two | sort, or a loop over experts (HF) | nothing | loss, 0.001 in HF's default | - |
 # | DeepSeek-V3 2024 | 8 of 256, sigmoid; at most 4 of 8 groups | own kernels, fp8 there, bf16 back | nothing | bias of 0.001 a step, a tiny sequence loss | 1 shared expert |
 # | expert choice 2022 | experts choose | by index | by construction | none needed | - |
 #
-# "Beside the experts" is an MLP that every token passes: DeepSeek's shared expert, or the residual MLP of DeepSpeed's
-# PR-MoE. DeepSeek's groups limit *traffic*: experts of a group live on a node, so a token's 8 rows cross the network to at
-# most 4 nodes and are copied there by NVLink.
+# (DeepSpeed's AutoEP, for models of transformers, sends tokens as the fourth row does.) "Beside the experts" is an MLP
+# that every token passes: DeepSeek's shared expert, or the residual MLP of DeepSpeed's PR-MoE. DeepSeek's groups limit
+# *traffic*: experts of a group live on a node, so a token's 8 rows cross the network to at most 4 nodes and are copied
+# there by NVLink.
 #
 # ## 5. Routing collapses
 #
