@@ -962,7 +962,7 @@ for attempt in (
 
 # %% [markdown]
 # Such a list is the exercise `TensorsOnly`. (`torch.load` with its default `weights_only=True` has one too. DeepSpeed's
-# own classes are not on it.)
+# own classes are not on it, and DeepSpeed loads with `weights_only=False`: open only checkpoints that you trust.)
 #
 # **One bit.** Disks and cables alter bits, rarely. A weight whose exponent is another makes a run fail days later, if it
 # does. Every file's checksum is in the manifest, and is compared before anything of the engine changes:

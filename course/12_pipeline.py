@@ -655,7 +655,7 @@ predict(
 #
 # | | refimpl | DeepSpeed | Megatron-Core | torch.distributed.pipelining |
 # |---|---|---|---|---|
-# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe | 1F1B (`TrainSchedule`) | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
+# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe | 1F1B (`TrainSchedule`); DualPipeV since 0.19.8, backward whole | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
 # | what it is | a table, checked before it runs | instructions a tick, by parity of stage and tick | loops in code | a table of actions (1F1B: loops) |
 # | messages | one list for all ranks | in pairs: one side sends, the other receives first | `batch_isend_irecv`, or even ranks send first | batched pairs, or added to the table |
 # | activations kept | as the table states | max(2, min(p - s, m)) buffers | as 1F1B | as the schedule |

@@ -769,4 +769,5 @@ pd.DataFrame.from_dict(
 # - Triton: its tutorials 01 to 06 (`python/tutorials` of triton-lang/triton); Tillet, Kung and Cox 2019, MAPL.
 # - Online softmax: arXiv:1805.02867. FlashAttention 1, 2, 3: arXiv:2205.14135, 2307.08691, 2407.08608. Liger-Kernel:
 #   arXiv:2410.10989. Roofline: Williams, Waterman and Patterson 2009, CACM 52(4).
-# - DeepSpeed has kernels in CUDA (`csrc/`) and some in Triton (`deepspeed/ops/transformer/inference/triton`).
+# - DeepSpeed has kernels in CUDA (`csrc/`) and some in Triton (`deepspeed/ops/triton_ops`, and for inference
+#   `deepspeed/ops/transformer/inference/triton`).
