@@ -690,6 +690,10 @@ print("alive at most:", max(clock.alive(table)), "=", p + 1)
 # layer less on the first and on the last stage*, because the embedding and the head are there: a balanced cut by hand.
 # Its 126 layers are 128 less two. They also let a rank run any number of micro-batches in a row, so that $m$ need not be
 # a multiple of $p$ (section 3.3.2 of its paper).
+#
+# DualPipe's pairs do not need its two copies. Megatron-Core makes them in interleaved 1F1B
+# (`--overlap-moe-expert-parallel-comm`): with one forward more ahead, the forward and the backward of a turn do not need
+# each other, and the experts' all-to-alls of one hide behind the products of the other. That does not shorten the bubble.
 
 # %% [markdown]
 # ## 8. Prove it
