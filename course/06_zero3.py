@@ -3,7 +3,8 @@
 #
 # After ZeRO-2 each rank holds its part of the gradients and of the optimizer, and still all of the weights. This
 # chapter cuts the weights too. Between two uses of a layer a rank keeps $1/N$ of it. At the end a model trains inside a
-# memory limit that the operating system enforces, and in which every other stage runs out of memory.
+# memory limit that the operating system enforces, and in which every other stage runs out of memory. You need chapters
+# 04 and 05.
 
 # %% [markdown]
 # ## 1. The pain: a floor that no number of ranks can lower

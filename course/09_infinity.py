@@ -4,7 +4,7 @@
 # ZeRO divides the state by the number of ranks, and chapter 08 (`08_offload`) moves the optimizer out of the device's
 # memory. Two walls are left. The *parameters* must fit somewhere, and the *run* must come to its end although machines
 # do not last as long as it does. This chapter moves the parameters to a disk, and then kills runs until nothing of them
-# can be lost.
+# can be lost. You need chapters 06 and 08.
 
 # %% [markdown]
 # ## 1. The pain: a wall of bytes

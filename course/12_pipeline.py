@@ -4,7 +4,7 @@
 # ZeRO cuts every tensor into N pieces and sends *weights* to where the data is. A pipeline leaves the weights where
 # they are: each rank has some of the layers, a **stage** (no relative of ZeRO's stages), and sends *activations* to the
 # next rank. This chapter counts what that saves, why ranks stand idle, and how an order of work, a table and nothing
-# else, takes the idle time away.
+# else, takes the idle time away. You need chapters 01, 04 and 07.
 
 # %% [markdown]
 # ## 1. The pain: layers that are elsewhere

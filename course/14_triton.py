@@ -4,7 +4,8 @@
 # A GPU computes far faster than it reads. So most operations of a model take as long as their bytes take, and a **kernel**
 # (a function that runs on the GPU) is good if it moves each byte once. In this chapter you write kernels in Triton, from
 # a vector sum to flash attention, and count what they move. Triton's interpreter runs them in numpy, so no GPU is needed;
-# and a compiler tells, without a GPU too, what they would take of one. No time is measured here.
+# and a compiler tells, without a GPU too, what they would take of one. No time is measured here. You need chapter 00,
+# and no ranks.
 
 # %%
 import os

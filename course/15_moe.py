@@ -4,6 +4,7 @@
 # ZeRO, tensor parallelism and pipelines divide a model's work. This chapter leaves most of it out: of many MLPs a token
 # passes through one or two. You count what that buys, build the gate that chooses, send tokens to ranks that have their
 # experts, watch routing collapse on real text and cure it, and find out whose gradients must be averaged with whose.
+# You need chapters 01 and 04.
 
 # %% [markdown]
 # ## 1. The pain: every parameter works for every token

@@ -3,7 +3,8 @@
 #
 # Attention compares every token with every other. For long texts most of that is spent on pairs that do not matter. This
 # chapter leaves them out, block by block: you draw the patterns of the papers, write attention that reads the blocks of a
-# pattern and no others, forward and backward, count what that costs, and find out what a model can no longer see.
+# pattern and no others, forward and backward, count what that costs, and find out what a model can no longer see. You
+# need chapter 14.
 
 # %% [markdown]
 # ## 1. The pain: every token with every other
