@@ -754,9 +754,9 @@ print(f"more than one token in a hundred: {differ > 0.01}")
 # %% [markdown]
 # A gate in bf16 sees ties that are none, and whoever computes the layer again (activation checkpoints, the trainer beside
 # the inference engine in reinforcement learning) may break them otherwise: then forward and backward used different
-# experts. Gates are fp32:
-# Switch's "selective precision" (section 2.4), `router_dtype` of its model in transformers, `.float()` in DeepSpeed's
-# `TopKGate`.
+# experts. Gates are fp32: Switch's "selective precision" (section 2.4), `router_dtype` of its model in transformers,
+# `.float()` in DeepSpeed's `TopKGate`. So is section 5's bias: in bf16 one that has reached 0.5 no longer feels a step of
+# 0.001. (DeepSpeed since 0.19.8 keeps in fp32 the buffers that a model of transformers names for it.)
 #
 # ## 8. Prove it
 #
