@@ -3,7 +3,8 @@
 #
 # After ZeRO-2 each rank holds its part of the gradients and of the optimizer, and still all of the weights. This
 # chapter cuts the weights too. Between two uses of a layer a rank keeps $1/N$ of it. At the end a model trains inside a
-# memory limit that the operating system enforces, and in which every other stage runs out of memory.
+# memory limit that the operating system enforces, and in which every other stage runs out of memory. You need chapters
+# 04 and 05.
 
 # %% [markdown]
 # ## 1. The pain: a floor that no number of ranks can lower
@@ -150,7 +151,8 @@ for again in (False, True):
 # Right at once, and no memory saved: autograd keeps the gathered weights until backward. (7 of the 8. The first is not
 # needed, because nobody asks for the gradient of its input.) `checkpoint` drops what a layer has saved and runs its
 # forward a second time when backward comes there, gather included: now little is kept, and $\Psi$ more is sent.
-# torchtitan's `simple_fsdp` is built like this, and repeats the gather alone, not the product.
+# SimpleFSDP (Zhang et al. 2024, [arXiv:2411.00284](https://arxiv.org/abs/2411.00284); torchtitan's `simple_fsdp.py`) is
+# built like this, and repeats the gather alone, not the product.
 #
 # DeepSpeed, FSDP and refimpl gather again, but compute nothing twice. FSDP and refimpl leave the tensors that autograd
 # has saved where they are and take away the memory behind them.
@@ -496,8 +498,9 @@ pd.DataFrame(table)
 #
 # **HSDP**, hybrid sharding (the first row), is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a
 # copy in each of $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard.
-# (DeepSpeed's name is MiCS; ZeRO++ keeps only a second copy of the weights in each node.) Memory falls by $S$ and not by
-# $N = RS$. A 7B model in bf16 on 8 nodes of 8 GPUs, if each rank gets every piece straight from its owner:
+# (In DeepSpeed it was called MiCS, until 0.19.6; ZeRO++ keeps only a second copy of the weights in each node.) Memory
+# falls by $S$ and not by $N = RS$. A 7B model in bf16 on 8 nodes of 8 GPUs, if each rank gets every piece straight from
+# its owner:
 
 # %% tags=["hide-input"]
 weights, nodes, local = 7e9 * 2, 8, 8

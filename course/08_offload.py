@@ -392,11 +392,11 @@ plt.show()
 # %% [markdown]
 # With one buffer blue, yellow and red take turns. With three, an update (its part's number above it) has a read and a
 # write under way in the rows beside it. A bar begins when the transfer is asked for, and part of it is waiting for the
-# disk: so bars are longer below. How much shorter the whole becomes is up to the machine, and varies: much, where disk
-# and cores are both slow; little, where the disk is hardly faster at both than in turn (section 5), or two cores have to
-# copy and to update. The order does not vary. `Disk` takes four by default, so that both of the disk's queues stay full
-# while a part is updated. More would only cost memory: each is as large as the largest part, whatever the size of the
-# model.
+# disk: so bars are longer below. How much shorter the whole becomes depends on the machine. It is much where disk and
+# cores are both slow. It is little where the disk reads and writes at once hardly faster than in turn (section 5), or
+# where two cores have to copy and to update. The order does not vary. `Disk` takes four by default, so that both of the
+# disk's queues stay full while a part is updated. More would only cost memory: each is as large as the largest part,
+# whatever the size of the model.
 #
 # **Your turn.** The first half of that pipeline is a reader that keeps one read ahead.
 

@@ -4,7 +4,7 @@
 # ZeRO divides the state by the number of ranks, and chapter 08 (`08_offload`) moves the optimizer out of the device's
 # memory. Two walls are left. The *parameters* must fit somewhere, and the *run* must come to its end although machines
 # do not last as long as it does. This chapter moves the parameters to a disk, and then kills runs until nothing of them
-# can be lost.
+# can be lost. You need chapters 06 and 08.
 
 # %% [markdown]
 # ## 1. The pain: a wall of bytes
@@ -962,7 +962,7 @@ for attempt in (
 
 # %% [markdown]
 # Such a list is the exercise `TensorsOnly`. (`torch.load` with its default `weights_only=True` has one too. DeepSpeed's
-# own classes are not on it.)
+# own classes are not on it, and DeepSpeed loads with `weights_only=False`: open only checkpoints that you trust.)
 #
 # **One bit.** Disks and cables alter bits, rarely. A weight whose exponent is another makes a run fail days later, if it
 # does. Every file's checksum is in the manifest, and is compared before anything of the engine changes:

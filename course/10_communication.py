@@ -4,7 +4,8 @@
 # So far every byte that the algorithm asks for was sent, in full width, to whoever needed it. That is right where links
 # are fast. Between machines they are not. This chapter puts a slow link between two halves of your machine, counts what
 # crosses it, and makes that less in four ways: fewer bits a number, sums that are formed nearby, meetings that are
-# rarer, and transfers that hide. Each has a price; you will measure it, and say when it pays.
+# rarer, and transfers that hide. Each has a price; you will measure it, and say when it pays. You need chapters 01, 02
+# and 06.
 
 # %% [markdown]
 # ## 1. The pain: two machines are not one large machine

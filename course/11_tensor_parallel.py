@@ -4,7 +4,7 @@
 # ZeRO keeps the weights in parts and brings them together wherever a layer computes. This chapter does the opposite:
 # the weights stay where they are, every rank computes its part of each layer, and what travels are activations. You
 # derive what must travel, build the two functions that send it, split a GPT from outside, and count what a rank keeps,
-# sends and rounds.
+# sends and rounds. You need chapters 01 and 07.
 
 # %% [markdown]
 # ## 1. The pain: one layer, whole

@@ -4,7 +4,7 @@
 # ZeRO cuts every tensor into N pieces and sends *weights* to where the data is. A pipeline leaves the weights where
 # they are: each rank has some of the layers, a **stage** (no relative of ZeRO's stages), and sends *activations* to the
 # next rank. This chapter counts what that saves, why ranks stand idle, and how an order of work, a table and nothing
-# else, takes the idle time away.
+# else, takes the idle time away. You need chapters 01, 04 and 07.
 
 # %% [markdown]
 # ## 1. The pain: layers that are elsewhere
@@ -655,7 +655,7 @@ predict(
 #
 # | | refimpl | DeepSpeed | Megatron-Core | torch.distributed.pipelining |
 # |---|---|---|---|---|
-# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe | 1F1B (`TrainSchedule`) | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
+# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe | 1F1B (`TrainSchedule`); DualPipeV since 0.19.8, backward whole | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
 # | what it is | a table, checked before it runs | instructions a tick, by parity of stage and tick | loops in code | a table of actions (1F1B: loops) |
 # | messages | one list for all ranks | in pairs: one side sends, the other receives first | `batch_isend_irecv`, or even ranks send first | batched pairs, or added to the table |
 # | activations kept | as the table states | max(2, min(p - s, m)) buffers | as 1F1B | as the schedule |
@@ -690,6 +690,10 @@ print("alive at most:", max(clock.alive(table)), "=", p + 1)
 # layer less on the first and on the last stage*, because the embedding and the head are there: a balanced cut by hand.
 # Its 126 layers are 128 less two. They also let a rank run any number of micro-batches in a row, so that $m$ need not be
 # a multiple of $p$ (section 3.3.2 of its paper).
+#
+# DualPipe's pairs do not need its two copies. Megatron-Core makes them in interleaved 1F1B
+# (`--overlap-moe-expert-parallel-comm`): with one forward more ahead, the forward and the backward of a turn do not need
+# each other, and the experts' all-to-alls of one hide behind the products of the other. That does not shorten the bubble.
 
 # %% [markdown]
 # ## 8. Prove it

@@ -3,7 +3,7 @@
 #
 # Data, pipeline and tensor parallelism divide sequences, layers and matrices. None of them divides a *sequence*, and
 # texts grow. This chapter builds the axis that does, context parallelism, and then lays all four on one machine: who is
-# whose neighbour, which sums run over which ranks, and what it costs. You need chapters 01, 04, 11 and 12.
+# whose neighbour, which sums run over which ranks, and what it costs. You need chapters 01, 04, 07, 11 and 12.
 
 # %% [markdown]
 # ## 1. The pain: one long text
@@ -826,7 +826,7 @@ print({tag: sent[tag] for tag in ("inside a node", "across nodes")}, "of", gradi
 # | axes, outermost first | pp, dp, cp, tp | the same (`tp-cp-ep-dp-pp`, read from inside) | pp, dp replicated, dp sharded, cp, tp | pipe, data, model |
 # | long sequences | ring, Ulysses | ring, gather, Ulysses, two levels | torch's `context_parallel` | Ulysses |
 # | a rank's tokens under a causal mask | zigzag | zigzag | zigzag | all, of some heads |
-# | weights alike, other tokens | dp x cp | dp x cp, "with context parallel" | `dp_shard_cp`, which FSDP shards over | data x sequence |
+# | weights alike, other tokens | dp x cp | dp x cp, "with context parallel" | `dp_shard` x `cp`, which FSDP shards over | data x sequence |
 
 # %% [markdown]
 # ## 8. Measure it: the planner beside what others have run

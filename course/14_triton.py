@@ -4,7 +4,8 @@
 # A GPU computes far faster than it reads. So most operations of a model take as long as their bytes take, and a **kernel**
 # (a function that runs on the GPU) is good if it moves each byte once. In this chapter you write kernels in Triton, from
 # a vector sum to flash attention, and count what they move. Triton's interpreter runs them in numpy, so no GPU is needed;
-# and a compiler tells, without a GPU too, what they would take of one. No time is measured here.
+# and a compiler tells, without a GPU too, what they would take of one. No time is measured here. You need chapter 00,
+# and no ranks.
 
 # %%
 import os
@@ -769,4 +770,5 @@ pd.DataFrame.from_dict(
 # - Triton: its tutorials 01 to 06 (`python/tutorials` of triton-lang/triton); Tillet, Kung and Cox 2019, MAPL.
 # - Online softmax: arXiv:1805.02867. FlashAttention 1, 2, 3: arXiv:2205.14135, 2307.08691, 2407.08608. Liger-Kernel:
 #   arXiv:2410.10989. Roofline: Williams, Waterman and Patterson 2009, CACM 52(4).
-# - DeepSpeed has kernels in CUDA (`csrc/`) and some in Triton (`deepspeed/ops/transformer/inference/triton`).
+# - DeepSpeed has kernels in CUDA (`csrc/`) and some in Triton (`deepspeed/ops/triton_ops`, and for inference
+#   `deepspeed/ops/transformer/inference/triton`).

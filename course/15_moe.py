@@ -4,6 +4,7 @@
 # ZeRO, tensor parallelism and pipelines divide a model's work. This chapter leaves most of it out: of many MLPs a token
 # passes through one or two. You count what that buys, build the gate that chooses, send tokens to ranks that have their
 # experts, watch routing collapse on real text and cure it, and find out whose gradients must be averaged with whose.
+# You need chapters 01 and 04.
 
 # %% [markdown]
 # ## 1. The pain: every parameter works for every token
@@ -400,15 +401,16 @@ pd.concat(tables[:2], keys=["rank 0", "rank 1"])
 # |---|---|---|---|---|---|
 # | GShard 2020 | top-2, the second one at times | einsum, all-to-all of $[E, C, M]$ | dropped, $C = 2T/E$ | loss on first choices | - |
 # | Switch 2021 | top-1 | the same | dropped, factor 1 to 2 | loss, 0.01 | - |
-# | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | the same, padded to $C$ | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
+# | DeepSpeed `MoE` | top-1, top-2, top-k; `RSample`, `Jitter`, RTS | a gather (an einsum until 0.19.3), all-to-all of $[E, C, M]$ | dropped, or $C$ = the fullest of all ranks | `l_aux`, the caller adds it | PR-MoE's residual MLP |
 # | MegaBlocks, Megatron-Core | top-k | sort, uneven all-to-all, grouped matmul (or DeepEP's kernels) | nothing ("dropless") unless asked | loss by sequence, batch or *global* batch; bias | shared experts |
 # | Mixtral 2023 | top-2 of 8, softmax over the two | sort, or a loop over experts (HF) | nothing | loss, 0.001 in HF's default | - |
 # | DeepSeek-V3 2024 | 8 of 256, sigmoid; at most 4 of 8 groups | own kernels, fp8 there, bf16 back | nothing | bias of 0.001 a step, a tiny sequence loss | 1 shared expert |
 # | expert choice 2022 | experts choose | by index | by construction | none needed | - |
 #
-# "Beside the experts" is an MLP that every token passes: DeepSeek's shared expert, or the residual MLP of DeepSpeed's
-# PR-MoE. DeepSeek's groups limit *traffic*: experts of a group live on a node, so a token's 8 rows cross the network to at
-# most 4 nodes and are copied there by NVLink.
+# (DeepSpeed's AutoEP, for models of transformers, sends tokens as the fourth row does.) "Beside the experts" is an MLP
+# that every token passes: DeepSeek's shared expert, or the residual MLP of DeepSpeed's PR-MoE. DeepSeek's groups limit
+# *traffic*: experts of a group live on a node, so a token's 8 rows cross the network to at most 4 nodes and are copied
+# there by NVLink.
 #
 # ## 5. Routing collapses
 #
@@ -650,6 +652,12 @@ print(f"{said} in two levels: 1 message, {across} bytes, and {inside} inside")
 # and Tutel has both ways. DeepEP goes over two levels for another reason, with *large* batches: a token that several GPUs
 # of a node want then crosses the network once. Its kernels for decoding send straight, since each hop is latency.
 #
+# **What hides them?** Nothing that comes next: experts wait for the tokens, and the next layer waits for the answers.
+# Something else must compute meanwhile. The shared expert needs no route (Megatron-Core, `--moe-shared-expert-overlap`). Or
+# the buffer is cut, and one part travels while the experts have another (Tutel, `a2a_ffn_overlap_degree`); each product
+# is smaller then. Or it is another micro-batch: the pairs of chapter 12. None of it is free, since kernels that send take
+# multiprocessors from those that multiply: 20 of an H800's 132 in DeepSeek-V3 (section 3.2 of its report). refimpl waits.
+#
 # ## 7. Break it
 #
 # **Experts averaged with strangers.** The famous bug: data-parallel code that was there before all-reduces *all* gradients
@@ -746,9 +754,9 @@ print(f"more than one token in a hundred: {differ > 0.01}")
 # %% [markdown]
 # A gate in bf16 sees ties that are none, and whoever computes the layer again (activation checkpoints, the trainer beside
 # the inference engine in reinforcement learning) may break them otherwise: then forward and backward used different
-# experts. Gates are fp32:
-# Switch's "selective precision" (section 2.4), `router_dtype` of its model in transformers, `.float()` in DeepSpeed's
-# `TopKGate`.
+# experts. Gates are fp32: Switch's "selective precision" (section 2.4), `router_dtype` of its model in transformers,
+# `.float()` in DeepSpeed's `TopKGate`. So is section 5's bias: in bf16 one that has reached 0.5 no longer feels a step of
+# 0.001. (DeepSpeed since 0.19.8 keeps in fp32 the buffers that a model of transformers names for it.)
 #
 # ## 8. Prove it
 #

@@ -3,7 +3,8 @@
 #
 # Attention compares every token with every other. For long texts most of that is spent on pairs that do not matter. This
 # chapter leaves them out, block by block: you draw the patterns of the papers, write attention that reads the blocks of a
-# pattern and no others, forward and backward, count what that costs, and find out what a model can no longer see.
+# pattern and no others, forward and backward, count what that costs, and find out what a model can no longer see. You
+# need chapter 14.
 
 # %% [markdown]
 # ## 1. The pain: every token with every other
@@ -53,7 +54,8 @@ predict(
 #
 # Leaving out single pairs saves nothing: processors multiply tiles, and a tile with one score in it costs what a full one
 # does. So one leaves out whole **blocks** of $b \times b$ scores. A **layout** has an entry for each: row $r$ says which
-# blocks of keys the $r$-th block of queries reads. With $n = T/b$ blocks a side,
+# blocks of keys the $r$-th block of queries reads. With $n = T/b$ blocks a side, and the **density** for the share of the
+# $n^2$ blocks that is read,
 #
 # $$\text{FLOPs} = 4\, b^2 D \cdot (\text{blocks read}) = \text{density} \cdot 4\,T^2 D .$$
 #
