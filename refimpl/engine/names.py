@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from refimpl.engine.configuration.arguments import flag
 from refimpl.engine.configuration.keys import ConfigError, Key
 from refimpl.engine.configuration.quote import quote
+from refimpl.engine.heads import BY_HEADS
 from refimpl.optim import schedule
 from refimpl.optim.adam import Adam
 from refimpl.optim.lamb import Lamb
@@ -59,6 +60,8 @@ def optimizer_named(name: str, params: Mapping[str, Any]) -> tuple[Callable[...,
     `bias_correction` false is the one thing that torch's Adam lacks.
     """
     options, kind = dict(params), name.lower()
+    if kind == "muon":
+        options.pop(BY_HEADS, None)  # said of parameters: see heads.py
     if kind in BUILT:
         return BUILT[kind], options
     if (mup := next((one for one in MUP if one.lower() == kind), None)) is not None:

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from refimpl.engine.configuration import arguments
+from refimpl.engine.configuration.arguments import flag
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.sections import Optimizer as OptimizerSection
 from refimpl.engine.configuration.sections import Scheduler as SchedulerSection
+from refimpl.engine.heads import BY_HEADS, mark_heads
 from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.flat import groups_of
@@ -133,6 +135,8 @@ def mark_hidden(model: nn.Module, section: OptimizerSection | None) -> None:
     for _, p in named:
         if not hasattr(p, "use_muon"):
             p.use_muon = p.ndim > 1 and p not in outer  # type: ignore[attr-defined]
+    if flag(f"optimizer.params.{BY_HEADS}", section.params.get(BY_HEADS, False)):
+        mark_heads(model)
 
 
 def make_scheduler(client: Any | None, section: SchedulerSection | None, optimizer: Optimizer) -> Any | None:

@@ -84,6 +84,9 @@ class Muon(Base):
         names: dict[str, Any] = {"param_names": []} if any(isinstance(p, tuple) for p in found) else {}
         told = param_group.get("use_muon")
         kinds = [is_hidden(p) if told is None else bool(told) for p in tensors]
+        for p, kind in zip(tensors, kinds, strict=True):
+            if kind and p.ndim > 1 and p.shape[-2] % heads_of(p):
+                raise ValueError(f"Muon: muon_num_heads={heads_of(p)} does not divide the rows of {tuple(p.shape)}")
         vectors = [tuple(p.shape) for p, kind in zip(tensors, kinds, strict=True) if kind and p.ndim < 2]
         if vectors:
             raise ValueError(f"Muon: a parameter of shape {vectors[0]} is no matrix: give it use_muon=False")
@@ -119,7 +122,7 @@ class Muon(Base):
 
         The parts are the whole, unless a stage puts its own in this one's place.
         """
-        return [made(u) for u in updates]
+        return [made(u, heads_of(p)) for p, u in zip(params, updates, strict=True)]
 
     def adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """Torch's fused AdamW, or Adam without `adam_w_mode`."""
@@ -143,13 +146,20 @@ def is_hidden(p: Tensor) -> bool:
     return bool(getattr(p, "use_muon", p.ndim > 1))
 
 
-def made(u: Tensor) -> Tensor:
+def heads_of(p: Tensor) -> int:
+    """As how many matrices, one below the other, p is moved: as its attribute `muon_num_heads` says, else one."""
+    return getattr(p, "muon_num_heads", None) or 1
+
+
+def made(u: Tensor, heads: int = 1) -> Tensor:
     """u [..., rows, columns], or a convolution's [out, in, height, width] -> the step it becomes, bf16 [same].
 
     A convolution is one matrix, of a row a filter; its length is by height and width, as in Jordan's code.
+    heads: made by blocks of rows / heads rows.
     """
-    rows, columns = u.shape[-2:]
-    flat = u.flatten(1) if u.ndim == 4 else u
+    rows, columns = u.shape[-2] // heads, u.shape[-1]
+    each = u.reshape(*u.shape[:-2], heads, rows, columns) if heads > 1 else u
+    flat = u.flatten(1) if u.ndim == 4 else each
     step: Tensor = orthogonal(flat).view_as(u)
     return step.mul_(math.sqrt(max(1, rows / max(1, columns))))
 

@@ -45,6 +45,7 @@ ASKED: dict[str, Any] = {
     "wall_clock_breakdown": True,
     "memory_breakdown": True,
     "dump_state": True,
+    "disable_python_gc": True,
     "log_level": "DEBUG",
     "sparse_gradients": True,
     "disable_allgather": True,

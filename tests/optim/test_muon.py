@@ -107,3 +107,17 @@ def test_a_step_with_a_closure_at_each_groups_rate() -> None:
     assert torch.equal(still, drawn(3, 3))
     assert not torch.equal(moved, drawn(5, 3))
     assert optimizer.state[low]["step"].dtype == torch.float32, "bf16 counts to 256"
+
+
+def test_each_head_is_a_matrix_of_its_own() -> None:
+    u = drawn(24, 16)
+    assert torch.equal(made(u, 3), torch.cat([made(part) for part in u.split(8)]))
+    assert not torch.equal(made(u, 3), made(u))
+    p = nn.Parameter(torch.zeros(24, 16))
+    p.muon_num_heads = 3  # type: ignore[attr-defined]
+    p.grad = u
+    Muon([p], lr=1.0, momentum=0.0).step()
+    assert torch.equal(p.detach(), -made(u, 3).float())
+    p.muon_num_heads = 5  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"muon_num_heads=5 does not divide the rows of \(24, 16\)"):
+        Muon([p])

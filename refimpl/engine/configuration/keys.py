@@ -39,7 +39,6 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "timers": ("timers synchronise only when wall_clock_breakdown is on", [{}]),
     "compile": ("call torch.compile on the model before initialize", [{}]),
     "sparse_gradients": ("a sparse gradient is accepted, and made dense before it is reduced", [False]),
-    "disable_python_gc": ("Python's garbage collector is left as it is", [False]),
     "cuda_visible_devices": ("the launcher decides which devices a rank sees; DeepSpeed does not read it either", []),
     "local_rank": ("the launcher says it, by LOCAL_RANK or an argument; DeepSpeed does not read it either", []),
     "comms_config": ("write comms_logger; DeepSpeed does not read this name either", []),
@@ -136,6 +135,8 @@ OFFLOAD: Mapping[str, tuple[str, Sequence[Any]]] = {
 TENSOR: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
     "preset_model": ("warned", "which layers are cut is found out from the model", [None]),
     "dtype": ("warned", "the model's dtype is bf16's or fp16's", ["fp32"]),
+    "vocab_parallel_lm_head": ("warned", "the head is cut, and its logits are gathered for any loss", [None, False]),
+    "vocab_parallel_ce_backend": ("warned", "logits are gathered, and the model's own loss has them", ["torch"]),
     "tp_overlap_comm": ("warned", "a sum over tensor ranks is waited for where it is needed", [False]),
     "tp": ("rejected", "write autotp_size, or give initialize an mpu", [{}]),
     "tensor_parallel": ("rejected", "write autotp_size, or give initialize an mpu", [{}]),
@@ -149,7 +150,7 @@ FOUND_OUT = "found out from the model"
 BY_HAND = """preset_model moe_layer_pattern expert_pattern router_pattern num_experts_attr top_k_attr expert_w1
 expert_w2
 expert_w3 has_shared_experts shared_experts_pattern shared_experts_gate_pattern route_norm num_expert_groups
-num_limited_groups"""
+num_limited_groups expert_activation"""
 # Read only with expert_parallel.enabled.
 EXPERTS: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
     **dict.fromkeys(BY_HAND.split(), ("warned", FOUND_OUT, [None])),
@@ -158,6 +159,13 @@ EXPERTS: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
     "use_grouped_mm": ("warned", "experts multiply their rows one after the other on a CPU", [True]),
     "disable_triton_grouped_mm": ("warned", "a grouped multiplication is not chosen by a key", [False]),
     "combine_impl": ("warned", "answers are added in fp32, in the order of a token's experts", ["auto"]),
+    "row_weighting_impl": ("warned", "answers are weighted as they are added", ["auto"]),
+    "gate_up_impl": ("warned", "how experts multiply is not chosen by a key", ["separate"]),
+    "async_split_plan": ("warned", "ranks tell each other how many tokens come before they send them", [False]),
+    "comm_backend": ("warned", "tokens travel in all-to-alls of the ranks' group", ["comm"]),
+    "comm_num_sm": ("warned", "read with DeepEP alone, in DeepSpeed too", [12]),
+    "comm_qp_margin": ("warned", "read with DeepEP alone, in DeepSpeed too", [4]),
+    "comm_max_tokens_per_rank": ("warned", "read with DeepEP alone, in DeepSpeed too", [0]),
     "validate_folding_routing": ("warned", "tensor ranks are checked to route alike by tests", [False]),
     "load_balance_coeff": ("rejected", "the model adds its own loss; DeepSpeed refuses it too", [None]),
     "expert_tensor_parallel_size": ("rejected", "experts are dealt out whole", [1]),

@@ -35,6 +35,9 @@ class DeepSpeedConfig(value.Section):
         default=True, description="the engine counts micro-batches; false: every step() is an optimizer step"
     )
     dataloader_drop_last: bool = Field(default=False, description="the dataloader drops the last incomplete batch")
+    disable_python_gc: bool = Field(
+        default=False, description="Python looks for garbage in cycles when engine.collect_python_gc() is called"
+    )
 
     steps_per_print: Annotated[value.Positive | None, BeforeValidator(value.never)] = Field(
         default=None, description="steps between reports; unset: none"

@@ -12,7 +12,7 @@ made orthogonal before it is cut, in ZeRO-3 matrix by matrix in turns: deepspeed
 import torch
 from torch import Tensor
 
-from refimpl.optim.muon import made
+from refimpl.optim.muon import heads_of, made
 from refimpl.zero.flat import Bucket
 from refimpl.zero.optimizer.slices import Slices
 
@@ -40,8 +40,9 @@ class WholeMatrices:
         here = [s for s in self.slices.of[bucket] if id(s.param) in update_of]
         if self.slices.length[bucket] == bucket.padded:
             for s in here:
+                assert s.whole is not None
                 u = update_of[id(s.param)]
-                update_of[id(s.param)] = made(u.to(bucket.device)).to(u.device)
+                update_of[id(s.param)] = made(u.to(bucket.device), heads_of(s.whole)).to(u.device)
             return
         full = torch.zeros(bucket.padded, dtype=torch.bfloat16, device=bucket.device)  # [P]
         mine = bucket.shard(full)  # [S]
@@ -50,5 +51,5 @@ class WholeMatrices:
         bucket.group.all_gather(full, mine, tag="matrices").wait()
         for s in here:
             assert s.whole is not None
-            step = made(bucket.piece(full, s.whole))
+            step = made(bucket.piece(full, s.whole), heads_of(s.whole))
             update_of[id(s.param)] = bucket.cut(step, s.whole, s.end - s.start).to(s.param.device, copy=True)

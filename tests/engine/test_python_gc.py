@@ -1,0 +1,49 @@
+"""`disable_python_gc`: garbage is looked for when asked, from the first engine that says so to the end of the last."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+import refimpl
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+def made() -> Any:
+    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "disable_python_gc": True}
+    return refimpl.initialize(model=nn.Linear(2, 2), config=settings)[0]
+
+
+def test_it_is_off_from_the_first_engine_to_the_end_of_the_last() -> None:
+    first, second = made(), made()
+    first.destroy()
+    first.destroy()
+    assert not gc.isenabled()
+    second.destroy()
+    assert gc.isenabled()
+
+
+def test_what_was_off_stays_off() -> None:
+    gc.disable()
+    made().destroy()
+    assert not gc.isenabled()
+
+
+def test_cycles_go_when_the_engine_is_told() -> None:
+    engine = made()
+    layer = nn.Linear(2, 2)
+    layer.itself = [layer]  # type: ignore[assignment]
+    gone = weakref.ref(layer)
+    del layer
+    assert gone() is not None
+    assert engine.collect_python_gc() > 0
+    assert gone() is None
+    engine.destroy()
