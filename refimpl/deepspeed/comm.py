@@ -57,6 +57,28 @@ gather = _timed(dist.gather, "gather")
 scatter = _timed(dist.scatter, "scatter")
 send, recv = _timed(dist.send, "send"), _timed(dist.recv, "recv")
 isend, irecv = _timed(dist.isend, "isend"), _timed(dist.irecv, "irecv")
+
+
+class P2POp:
+    """A message of `batch_isend_irecv`. op: `isend` or `irecv` of here, or torch's; peer: a rank of the world."""
+
+    def __init__(
+        self, op: Callable[..., Any], tensor: Tensor, peer: int, group: ProcessGroup | None = None, tag: int = 0
+    ) -> None:
+        """ValueError for another op."""
+        torchs = {isend: dist.isend, irecv: dist.irecv, dist.isend: dist.isend, dist.irecv: dist.irecv}.get(op)
+        if torchs is None:
+            raise ValueError(f"P2POp: {op} is neither deepspeed.comm.isend nor deepspeed.comm.irecv")
+        self.op, self.tensor, self.peer, self.group, self.tag = torchs, tensor, peer, group, tag
+
+
+def batch_isend_irecv(
+    p2p_op_list: Sequence[P2POp], prof: bool = False, log_name: str = "", debug: Any = ""
+) -> list[dist.Work]:
+    """Start these messages as one, and return what can be waited for. Not logged: they have no one size."""
+    return dist.batch_isend_irecv([dist.P2POp(p.op, p.tensor, p.peer, p.group, p.tag) for p in p2p_op_list])
+
+
 barrier = _timed(dist.barrier, "barrier")
 monitored_barrier = _timed(dist.monitored_barrier, "monitored_barrier")
 
