@@ -11,4 +11,5 @@ import signal
 gc.collect()
 gc.freeze()
 gc.enable()  # off since `loading`
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as the ranks have it; the server ignores it from here on
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -39,6 +39,33 @@ def test_a_rank_that_cannot_answer_yet_does_not_end_of_the_question_where_it_sta
     assert starting.exitcode == 0
 
 
+INTERRUPTED = """
+import multiprocessing, signal
+from refimpl.ranks.server import PRELOAD, start_server
+
+def say():
+    print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+if __name__ == "__main__":
+    PRELOAD.clear()
+    start_server("interrupted")
+    rank = multiprocessing.get_context("forkserver").Process(target=say)
+    rank.start()
+    rank.join()
+"""
+
+
+def test_ctrl_c_while_it_imports_is_not_told_by_it_too(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    command, env = (
+        [sys.executable, str(tmp_path / "script.py")],
+        {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (ended.stdout.strip(), ended.stderr, ended.returncode) == ("True", "", 0)
+
+
 def test_it_imports_from_where_the_script_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not from its working directory, nor an installed refimpl where the script's own is another."""
     begun = list[str]()
