@@ -1,4 +1,4 @@
-"""What cards claim of torch's own DDP and sampler, on 2 ranks over gloo."""
+"""What cards claim of torch's own DDP and sampler, on 2 ranks over gloo; and of a rank that computes wrongly."""
 
 from collections import Counter
 from typing import Any
@@ -14,6 +14,10 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.ranks.errors import RankError
+from refimpl.zero.ddp import DDP
+from refimpl.zero.stage import Stage
+from refimpl.zero.zero1 import Zero1
+from refimpl.zero.zero3 import Zero3
 
 
 @pytest.mark.parametrize(("n", "ranks"), [(10, 4), (12, 4), (7, 3)])
@@ -145,3 +149,41 @@ def buffer_after_forward(wrapped: bool) -> float:
 def test_a_forward_of_ddp_broadcasts_buffers() -> None:
     assert run(buffer_after_forward, True, ranks=2) == [5.0, 5.0], "it called a collective, also in evaluation"
     assert run(buffer_after_forward, False, ranks=2) == [5.0, 6.0]
+
+
+def computed(model: nn.Module, micro: int, wrong: bool) -> Tensor:
+    """The gradient of the first weight by one micro-batch; `wrong`: with one bit of it flipped, as by a broken unit."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(micro))
+    gradient = torch.autograd.grad(model(x).square().mean(), next(model.parameters()))[0]
+    if wrong:
+        gradient.view(torch.int32)[0, 0] ^= 1 << 20
+    return gradient
+
+
+def with_one_that_computes_wrongly(stage: type[Stage], faulty: int) -> tuple[Tensor, list[bool]]:
+    """Runs on every rank: its weight after a step, and on which micro-batches two ranks agree."""
+    group = Group.world()
+    rank, ranks = group.rank, group.size
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3, bias=False))
+    wrong = rank == faulty
+    twice = [group.all_gather_object(computed(model, (rank + shift) % ranks, wrong).tolist()) for shift in (0, 1)]
+    agree = [twice[0][micro] == twice[1][(micro - 1) % ranks] for micro in range(ranks)]
+    own = computed(model, rank, wrong)
+    trained = stage(model, torch.optim.AdamW(model.parameters(), lr=0.1), group)
+    trained.backward((model(torch.eye(5)) * own.T).sum())  # whose gradient is `own`
+    trained.step()
+    return trained.full_parameter("0.weight"), agree
+
+
+@pytest.mark.parametrize("stage", [DDP, Zero1, Zero3])
+def test_a_rank_that_computes_wrongly_has_the_weights_of_all(stage: type[Stage]) -> None:
+    """So no hash of weights tells; a micro-batch that two ranks compute does, and two of them name the rank."""
+    right = run(with_one_that_computes_wrongly, stage, -1, ranks=3)[0]
+    found = run(with_one_that_computes_wrongly, stage, 1, ranks=3)
+    weights = [weight for weight, _ in found]
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    assert not torch.equal(weights[0], right[0])
+    assert (right[1], found[0][1]) == ([True] * 3, [True, False, False])
+    of_two = [{micro, (micro - 1) % 3} for micro, same in enumerate(found[0][1]) if not same]
+    assert set.intersection(*of_two) == {1}
