@@ -1,5 +1,7 @@
 """What cards on tensor and sequence parallelism claim and no other test shows."""
 
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ from worlds import run
 
 from refimpl.bank.card import Numeric
 from refimpl.bank.load import load
+from refimpl.bank.scope import value
 from refimpl.comm.group import Group
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.parallel.conjugates import copy
 from refimpl.parallel.split import Split
 from refimpl.parallel.swap import Tokens, gpt_plan, parallelize
+from refimpl.parallel.tensor import ColumnParallelLinear, RowParallelLinear, local
 from refimpl.plan.formulas import Layout, traffic
 from refimpl.plan.transformer import flops_per_token, tensor_parallel_sent
 
@@ -227,3 +231,66 @@ def test_a_whole_lora_matrix_before_a_split_one_gets_a_part_of_its_gradient() ->
     whole = gradient(B, slope)
     torch.testing.assert_close(parts[0] + parts[1], whole)
     assert not torch.allclose(parts[0], whole, atol=0.1)
+
+
+class Latent(nn.Module):
+    """DeepSeek-V2's attention without norms and rotations: keys and values of all heads come out of one latent."""
+
+    WIDTH, QUERY, LATENT, ROPE, HEADS, NOPE, VALUE = 20, 12, 10, 2, 4, 3, 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        of = partial(nn.Linear, bias=False)
+        self.q_a, self.kv_a = of(self.WIDTH, self.QUERY), of(self.WIDTH, self.LATENT + self.ROPE)
+        self.q_b = of(self.QUERY, self.HEADS * (self.NOPE + self.ROPE))
+        self.kv_b = of(self.LATENT, self.HEADS * (self.NOPE + self.VALUE))
+        self.o = of(self.HEADS * self.VALUE, self.WIDTH)
+        self.enter: Any = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, WIDTH] -> [B, T, WIDTH]"""
+        latent, rope = self.kv_a(x).split([self.LATENT, self.ROPE], -1)
+        query, latent, rope = self.enter(self.q_a(x)), self.enter(latent), self.enter(rope)
+        q = self.q_b(query).unflatten(-1, (-1, self.NOPE + self.ROPE)).transpose(1, 2)
+        k, v = (
+            self.kv_b(latent)
+            .unflatten(-1, (-1, self.NOPE + self.VALUE))
+            .transpose(1, 2)
+            .split([self.NOPE, self.VALUE], -1)
+        )
+        k = torch.cat([k, rope.unsqueeze(1).expand(-1, k.shape[1], -1, -1)], -1)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def latent_attention() -> tuple[int, dict[str, int], bool]:
+    """Runs on every rank: parameters it has, bytes sent in backward by one token, whether all is as in one process."""
+    group, ranks = Group.world(), Group.world().size
+    torch.manual_seed(0)
+    whole, x = Latent(), torch.randn(2, 6, Latent.WIDTH)
+    parts = deepcopy(whole)
+    for name in ("q_b", "kv_b"):
+        cut = ColumnParallelLinear(getattr(whole, name), group, units=Latent.HEADS, enter=local)
+        setattr(parts, name, cut)
+    parts.o = RowParallelLinear(whole.o, group, units=Latent.HEADS)  # type: ignore[assignment]
+    parts.enter = lambda x: copy(x, group)
+    truth, found = whole(x), parts(x)
+    truth.square().mean().backward()
+    group.ledger.reset()
+    found.square().mean().backward()
+    same = torch.allclose(found, truth, atol=1e-6)
+    for name in ("q_a", "kv_a"):  # whole on every rank, and of every rank's heads
+        same &= torch.allclose(getattr(parts, name).weight.grad, getattr(whole, name).weight.grad, atol=1e-6)
+    sent = group.ledger.sent_bytes()["all_reduce"] * ranks // (2 * (ranks - 1) * 4 * x.shape[0] * x.shape[1])
+    return sum(p.numel() for p in parts.parameters()), sent, same
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_of_latent_attention_the_way_down_is_whole_on_every_rank(ranks: int) -> None:
+    names = {"w": "WIDTH", "q": "QUERY", "c": "LATENT", "r": "ROPE", "H": "HEADS", "n": "NOPE", "v": "VALUE"}
+    sizes = {name: getattr(Latent, size) for name, size in names.items()}
+    held = value(card("parallel-latent-attention").answer, sizes | {"t": ranks})
+    for parameters, sent, same in run(latent_attention, ranks=ranks):
+        assert same
+        assert parameters == held
+        assert sent == Latent.QUERY + Latent.LATENT + Latent.ROPE  # of Latent.WIDTH in front of plain attention
