@@ -104,7 +104,7 @@ class Engine(Saved, ModuleState):
         if self.module.training:
             kwargs |= self.told.at(self.global_steps)
         counting = self.report.flops(self.module, self.global_steps, FORWARD)
-        told = dtypes_told(self.config, inputs, kwargs)
+        told = dtypes_told(self.config, self.module, inputs, kwargs)
         with self.report.time("fwd"), counting, autocast(self.config, self.device), told:
             return self.module(*inputs, **kwargs)
 

@@ -1,11 +1,11 @@
 """In which dtypes a forward runs: its inputs, torch's autocast around it, and what is wrong where they do not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from refimpl.engine.configuration.schema import DeepSpeedConfig
@@ -19,20 +19,31 @@ def in_half(config: DeepSpeedConfig, inputs: Any) -> Any:
 
 
 @contextmanager
-def dtypes_told(config: DeepSpeedConfig, *inputs: Any) -> Iterator[None]:
-    """torch's "must have the same dtype" names neither the input nor the key that has made the model 16-bit."""
+def dtypes_told(config: DeepSpeedConfig, model: nn.Module, *inputs: Any) -> Iterator[None]:
+    """torch's "must have the same dtype" names neither input nor buffer nor the key that has made the model 16-bit."""
     try:
         yield
     except RuntimeError as error:
-        dtype, given = config.dtype, {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)}
-        halved = dtype != torch.float32
-        if halved and "type" in str(error) and any(kind.is_floating_point and kind != dtype for kind in given):
-            key = "fp16" if dtype == torch.float16 else "bf16"
-            error.add_note(
-                f"{key}.enabled has made the model {dtype}, and an input is not: cast it, or let the engine: "
-                '"fp16": {"auto_cast": true}, or in place of the section "torch_autocast": {"enabled": true}'
-            )
+        dtype = config.dtype
+        key = "fp16" if dtype == torch.float16 else "bf16"
+        given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        if dtype != torch.float32 and "type" in str(error):
+            if _others(given, dtype):
+                error.add_note(
+                    f"{key}.enabled has made the model {dtype}, and an input is not: cast it, or let the engine: "
+                    '"fp16": {"auto_cast": true}, or in place of the section "torch_autocast": {"enabled": true}'
+                )
+            names = {buffer: name for name, buffer in model.named_buffers()}
+            if kept := _others(names, dtype):
+                error.add_note(
+                    f"{key}.enabled has made the model {dtype}, and its buffers are left as they were: "
+                    f'{names[kept[0]]} is {kept[0].dtype}; "data_types": {{"buffer_dtype": "{key}"}} casts them too'
+                )
         raise
+
+
+def _others(tensors: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [x for x in tensors if x.is_floating_point() and x.dtype != dtype]
 
 
 def autocast(config: DeepSpeedConfig, device: torch.device) -> AbstractContextManager[Any]:

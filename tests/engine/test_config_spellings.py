@@ -126,6 +126,14 @@ def test_a_deprecated_spelling_may_stand_beside_what_it_does_not_repeat() -> Non
         load({"train_batch_size": 8, "bf16": {"enabled": True}, "bfloat16": {"enabled": False}})
 
 
+def test_what_said_communication_data_type_before_it() -> None:
+    """GPT-NeoX's files for bf16 have it."""
+    plain, said = load({"train_batch_size": 8})[0], ["fp32_allreduce: deprecated; write communication_data_type"]
+    assert load({"train_batch_size": 8, "fp32_allreduce": False}) == (plain, said)
+    loaded, notes = load({"train_batch_size": 8, "fp32_allreduce": True})
+    assert (loaded.communication_data_type, notes) == (torch.float32, said)
+
+
 def test_oldest_spelling_of_stage_1() -> None:
     loaded, notes = load({"train_batch_size": 8, ZERO: True})
     assert loaded.zero_optimization.stage == 1

@@ -246,6 +246,31 @@ def test_an_input_of_another_dtype_is_told_the_key(section: str, key: str) -> No
     assert not hasattr(error.value, "__notes__")
 
 
+class Shifted(nn.Linear):
+    """x + a buffer, then a product, as in Segment Anything's mask decoder (LISA)."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+def test_a_buffer_of_another_dtype_is_told_its_name_and_the_key() -> None:
+    sixteen = {"bf16": {"enabled": True}}
+    engine, *_ = refimpl.initialize(model=Shifted(), config=config(0, **sixteen))
+    with pytest.raises(RuntimeError, match="dtype") as error:
+        engine(torch.ones(1, 4, dtype=torch.bfloat16))
+    (note,) = error.value.__notes__
+    assert 'shift is torch.float32; "data_types": {"buffer_dtype": "bf16"}' in note
+    engine.destroy()
+    engine, *_ = refimpl.initialize(model=Shifted(), config=config(0, **sixteen, data_types={"buffer_dtype": "bf16"}))
+    assert engine(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_a_step_without_an_optimizer_says_where_one_is_given() -> None:
     engine, *_ = refimpl.initialize(model=Net(), config={"train_micro_batch_size_per_gpu": 1})
     with pytest.raises(RuntimeError, match='give one to `initialize`, or its configuration a section "optimizer"'):

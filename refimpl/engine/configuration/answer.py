@@ -29,6 +29,7 @@ def _offload_if(on: Any) -> dict[str, str]:
 # Deprecated spelling -> (today's spelling in the same section, today's value). Both at once is an error.
 RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "bfloat16": ("bf16", lambda value: value),
+    "fp32_allreduce": ("communication_data_type", lambda on: "fp32" if on else None),  # GPT-NeoX's files still say so
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "stage3_gather_16bit_weights_on_model_save",
         lambda value: value,

@@ -37,7 +37,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "disable_allgather": ("every stage gathers what it sharded", [False]),
     "vocabulary_size": ("the model's own vocabulary counts", []),
     "timers": ("timers synchronise only when wall_clock_breakdown is on", [{}]),
-    "compile": ("call torch.compile on the model before initialize", [{}]),
+    "compile": ("call torch.compile on the model before initialize", [{}, {"deepcompile": False}]),
     "sparse_gradients": ("a sparse gradient is accepted, and made dense before it is reduced", [False]),
     "cuda_visible_devices": ("the launcher decides which devices a rank sees; DeepSpeed does not read it either", []),
     "local_rank": ("the launcher says it, by LOCAL_RANK or an argument; DeepSpeed does not read it either", []),
