@@ -4,9 +4,9 @@
     rank 0  F0a F1a F2a F0b I0b W0b F1b F3a B1b B1b F2b B0a B0a B2b B2b F3b ... B1a B1a B3b B3b I2a W2a I3a W3a
     rank 1  ... F0a F0b F1a F1b F2a B0b B0b F2b B0a B0a F3a B1b B1b F3b B1a B1a B2b B2b B2a B2a I3b I3a W3b W3a
 
-Of DualPipe over 2p ranks the first p are left, and each does the work of its mirror image on its own micro-batches:
-what came from the other end now comes back from the turn. So rank r holds stages r and 2p-1-r, a micro-batch ends on the
-rank where it began, and a forward on the one leg is still paired with a backward on the other.
+Of DualPipe over 2p ranks the first p are left, and each does its mirror image's part of its own micro-batches: what
+came from the other end now comes back from the turn. So rank r holds stages r and 2p-1-r, a micro-batch ends where it
+began, and a forward on the one leg is still paired with a backward on the other.
 
 Bubble (p-1)(f+i-w) when f = i = w and m >= 2p; for fewer micro-batches and other costs no formula. DeepSeek's,
 (PP/2-1)(F&B + B - 3W) for PP = 2p stages, is that of pairs run as one operation, as of DualPipe. That is more than
