@@ -27,5 +27,6 @@ class DualPipeVEngine(PipelineEngine):
         if steps < (least := 2 * self.num_stages):
             raise ConfigError(
                 f"rank {self.axes.world.rank}: gradient_accumulation_steps = {steps}: DualPipeV over {self.num_stages} "
-                f"ranks needs {least} micro-batches at least: raise it, or use PipelineModule, whose 1F1B takes any"
+                f"ranks needs {least} micro-batches at least: raise it, or use PipelineModule, whose 1F1B takes any "
+                "number"
             )
