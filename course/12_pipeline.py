@@ -291,7 +291,7 @@ from refimpl.parallel.pipeline.runner import Step
 show.source(Step.do)
 
 # %% [markdown]
-# So all six schedules of this chapter run by the same code, and so does one that you invent, once `verify` has found
+# So all seven schedules of this chapter run by the same code, and so does one that you invent, once `verify` has found
 # it complete, in order and free of deadlock. A pipeline divides no sum: each layer computes what it would in one
 # process, and adds its micro-batches in order. So the gradients are not close to those of accumulation in one process,
 # they are the same bits:
@@ -429,10 +429,13 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) ->
 # **No idle time at all?** Lay the stages down and up again, as a V: rank $r$ has stages $r$ and $2p-1-r$, so the last
 # stage is on the first rank and a backward begins where the micro-batch began (**ZB-V**). Or send micro-batches from
 # both ends through two copies of the model (**DualPipe**, made for DeepSeek-V3): in the middle of the step each rank
-# pairs a forward of one direction with a backward of the other. ZB-V's zero has two conditions. Forward and both halves
-# must take equally long. And ranks begin a step one after the other, and must enter the next one so: a global gradient
-# norm, for which all wait, brings the bubble back. Qi et al. step first, check the norm afterwards, and undo the rare
-# step that it forbids.
+# pairs a forward of one direction with a backward of the other. Folded in the middle, onto the places of the V, DualPipe
+# keeps its pairs and needs no second copy (**DualPipeV**). It idles $p-1$ forwards of a half-sized stage, and
+# $4(p-1)-1$ where no backward is split, as in DeepSpeed: more than interleaved 1F1B's $3(p-1)$.
+#
+# ZB-V's zero has two conditions. Forward and both halves must take equally long. And ranks begin a step one after the
+# other, and must enter the next one so: a global gradient norm, for which all wait, brings the bubble back. Qi et al.
+# step first, check the norm afterwards, and undo the rare step that it forbids.
 
 # %% tags=["nbval-ignore-output", "hide-input"]
 figure, axes = show.figure(5.6, rows=3)
@@ -655,7 +658,7 @@ predict(
 #
 # | | refimpl | DeepSpeed | Megatron-Core | torch.distributed.pipelining |
 # |---|---|---|---|---|
-# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe | 1F1B (`TrainSchedule`); DualPipeV since 0.19.8, backward whole | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
+# | schedules | GPipe, 1F1B, interleaved, ZB-H1, ZB-V, DualPipe, DualPipeV | 1F1B (`TrainSchedule`); DualPipeV since 0.19.8, backward whole | 1F1B, interleaved | GPipe, 1F1B, interleaved (and breadth first), zero bubble, ZB-V, DualPipeV |
 # | what it is | a table, checked before it runs | instructions a tick, by parity of stage and tick | loops in code | a table of actions (1F1B: loops) |
 # | messages | one list for all ranks | in pairs: one side sends, the other receives first | `batch_isend_irecv`, or even ranks send first | batched pairs, or added to the table |
 # | activations kept | as the table states | max(2, min(p - s, m)) buffers | as 1F1B | as the schedule |

@@ -46,7 +46,7 @@ from refimpl.deepspeed.absent import absent
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.comm import init_distributed
 from refimpl.deepspeed.module_inject.layers import set_autotp_mode
-from refimpl.deepspeed.pipe import PipelineModule
+from refimpl.deepspeed.pipe import DualPipeVModule, PipelineModule
 from refimpl.deepspeed.runtime import zero
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
 from refimpl.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
@@ -54,6 +54,7 @@ from refimpl.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigErr
 from refimpl.deepspeed.runtime.dataloader import RepeatingLoader
 from refimpl.deepspeed.runtime.engine import DeepSpeedEngine
 from refimpl.deepspeed.runtime.lr_schedules import add_tuning_arguments
+from refimpl.deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from refimpl.deepspeed.runtime.pipe.engine import PipelineEngine
 from refimpl.deepspeed.utils import OnDevice, log_dist, logger
 from refimpl.engine import initialize as _engine
@@ -72,6 +73,8 @@ __all__ = [
     "DeepSpeedOptimizer",
     "DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer",
+    "DualPipeVEngine",
+    "DualPipeVModule",
     "OnDevice",
     "PipelineEngine",
     "PipelineModule",

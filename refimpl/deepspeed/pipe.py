@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline classes by name. DeepSpeed: deepspeed/pipe, deepspeed/runtime/pipe/module.py."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from refimpl.engine.pipeline import PipelineEngine, PipelineError
 from refimpl.parallel.pipeline import module
 from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec
 from refimpl.parallel.pipeline.partition import Bounds
+from refimpl.parallel.pipeline.schedules.table import Table, whole
 from refimpl.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -21,6 +22,7 @@ from refimpl.parallel.pipeline.topology import (
 )
 
 __all__ = [
+    "DualPipeVModule",
     "LayerSpec",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -37,6 +39,8 @@ AXES = {"pipe": "pp", "data": "dp", "model": "tp"}  # DeepSpeed's names, outermo
 
 class PipelineModule(module.PipelineModule):
     """DeepSpeed's arguments and questions; the ranks are laid out by `topology`, 1F1B is the schedule."""
+
+    SCHEDULE: ClassVar = "1f1b"
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class PipelineModule(module.PipelineModule):
             axes.pipeline,
             loss_fn or last_is_loss,
             axes=axes,
+            schedule=self.SCHEDULE,
             partition=partition_method,
             checkpoint_interval=activation_checkpoint_interval,
             how=activation_checkpoint_func or Checkpoint(),
@@ -108,7 +113,7 @@ class PipelineModule(module.PipelineModule):
 
     def _partition_layers(self, method: str | Sequence[float] = "uniform") -> None:
         """Say `parts`: stage s has layers parts[s] to parts[s + 1] - 1. A subclass may cut in its own way."""
-        self.parts: Bounds = super()._cut(method, self.group.size, None)
+        self.parts: Bounds = super()._cut(method, self.num_stages, None)
 
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
         """Nothing: a rank's layers are found in `parts`. DeepSpeed's `_partition_layers` ends with this call."""
@@ -153,6 +158,30 @@ class PipelineModule(module.PipelineModule):
         if interval < 0:
             raise ValueError(f"set_checkpoint_interval({interval}): must not be negative")
         self.checkpoint_interval = interval
+
+
+class DualPipeVModule(PipelineModule):
+    """`num_stages` ranks with two stages each, r and 2 num_stages - 1 - r, under DualPipeV.
+
+    So rank 0 reads the data and has the loss, and what ties the first layer to the last lies there twice at no cost. As
+    in DeepSpeed no backward is split: half of it could not begin at a checkpoint of torch's reentrant kind, and would
+    compute any other one's layers a second time. `refimpl.parallel`'s PipelineModule(schedule="dualpipe-v") splits.
+    """
+
+    SCHEDULE: ClassVar = "dualpipe-v"
+
+    def _table(self, micro_batches: int) -> Table:
+        return whole(super()._table(micro_batches))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that a micro-batch passes: two of each rank. DeepSpeed's engine and grid count the ranks."""
+        return 2 * self.group.size
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The rank of the pipeline that has a layer. ValueError for one that there is not."""
+        stage = super().stage_owner(layer_idx)
+        return min(stage, self.num_stages - 1 - stage)
 
 
 def last_is_loss(output: Tensor, _: Any) -> Tensor:

@@ -22,6 +22,7 @@ from refimpl.engine.build import build
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.read import raw_config
 from refimpl.engine.cut import AUTOTP_RANKS, AUTOTP_SIZE
+from refimpl.engine.dualpipe_v import DualPipeVEngine
 from refimpl.engine.engine import Engine
 from refimpl.engine.layout import AXIS_KEYS, axes_asked
 from refimpl.engine.pipeline import PipelineEngine
@@ -80,8 +81,15 @@ def initialize(
     refuse_other_ranks(model, axes)
     is_cut = mpu is not None and not size  # tp_model_init has left the cut to this call, also along an mpu's groups
     parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, is_cut)
-    engine = PipelineEngine(parts) if isinstance(parts.model, PipelineModule) else Engine(parts)
+    engine = kind_of(parts.model)(parts)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def kind_of(model: nn.Module) -> type[Engine]:
+    """Which engine trains it."""
+    if not isinstance(model, PipelineModule):
+        return Engine
+    return DualPipeVEngine if model.name == "dualpipe-v" else PipelineEngine
 
 
 def autotp(raw: dict[str, Any], model: nn.Module) -> int:

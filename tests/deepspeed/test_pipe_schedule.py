@@ -6,6 +6,7 @@ import pytest
 
 from refimpl.deepspeed.runtime.pipe import schedule
 from refimpl.parallel.pipeline.schedules.named import schedule as table
+from refimpl.parallel.pipeline.schedules.table import whole
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5) for m in (1, 2, 3, 8)]
 
@@ -60,6 +61,43 @@ def test_of_two_neighbours_one_sends_first() -> None:
         assert both == [["RecvActivation", "SendActivation"][:: 1 if stage % 2 else -1]] * 7
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_dualpipe_v_is_the_table_with_whole_backwards(ranks: int, forward_only: bool) -> None:
+    for micro in (2 * ranks, 3 * ranks + 1):
+        for rank, planned in enumerate(whole(table("dualpipe-v", ranks, micro)).orders):
+            steps = list(schedule.DualPipeVSchedule(micro, ranks, rank, forward_only))
+            order = []
+            for command in (command for step in steps for command in step):
+                if isinstance(command, schedule.ForwardPass | schedule.BackwardPass):
+                    phase, k = divmod(command.buffer_id, micro)
+                    assert phase == command.kwargs["phase"]
+                    order.append((command.name[0], 2 * ranks - 1 - rank if phase else rank, k))
+            assert order == [tuple(op) for op in planned if op.kind == "F" or not forward_only]
+            assert len(steps[-1]) == (1 if forward_only else 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_dualpipe_vs_messages_have_two_ends_in_one_order(ranks: int) -> None:
+    """As many on a way between two ranks, by the same buffers, and all are waited for."""
+    micro = 2 * ranks + 1
+    ways: dict[tuple[int, int, int, str], dict[str, list[int]]] = {}
+    for rank in range(ranks):
+        commands = [c for step in schedule.DualPipeVSchedule(micro, ranks, rank) for c in step]
+        for command in commands:
+            if command.name[:4] in ("Send", "Recv"):
+                end, what, phase = command.name[:4], command.name[4:5], command.kwargs["phase"]
+                down = (what == "A") == (phase == 0)  # activations of phase 0, gradients of phase 1
+                other = rank + (1 if down == (end == "Send") else -1)
+                way = (*((rank, other) if end == "Send" else (other, rank)), phase, what)
+                ways.setdefault(way, {}).setdefault(end, []).append(command.kwargs["buffer_id"])
+        assert commands[-4].name == "CommitP2P"
+    assert len(ways) == 4 * (ranks - 1)
+    for ends in ways.values():
+        assert ends["Send"] == ends["Recv"]
+        assert len(ends["Send"]) == micro
+
+
 def test_one_stage_and_stages_that_there_are_not() -> None:
     steps = list(schedule.DataParallelSchedule(2, 1, 0))
     assert [len(step) for step in steps] == [3, 5]
@@ -67,3 +105,5 @@ def test_one_stage_and_stages_that_there_are_not() -> None:
     for stage, micro in ((3, 1), (-1, 1), (0, 0)):
         with pytest.raises(ValueError, match=f"stage {stage} of 3, {micro} micro-batches"):
             schedule.TrainSchedule(micro, 3, stage)
+    with pytest.raises(ValueError, match="DualPipeV over 3 ranks needs 6 micro-batches, not 5"):
+        schedule.DualPipeVSchedule(5, 3, 0)

@@ -73,7 +73,7 @@ def test_a_gpt_split_from_outside_has_the_gradients_of_one_process(ranks: int, s
     assert seen == expected.keys()
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe", "dualpipe-v", "interleaved"])
 def test_two_stages_a_rank_add_ties_in_another_order(schedule: str) -> None:
     """In a V one rank has both ends and adds them as they come; two copies add by path: the last bits may differ."""
     expected, losses = untied()
@@ -411,6 +411,7 @@ def tied_steps(schedule: str) -> tuple[list[tuple[int, ...]], Tensor | None, lis
         (4, "zb-h1", [(0, 3)]),
         (2, "zb-v", []),
         (2, "dualpipe", [(0, 1)]),
+        (2, "dualpipe-v", []),
         (2, "interleaved", [(0, 1)]),
     ],
 )

@@ -49,6 +49,7 @@ def both(name: str, cls: str) -> tuple[dict[int, dict[str, str]], list[float], l
         ("interleaved", "ScheduleInterleaved1F1B"),
         ("zb-h1", "ScheduleInterleavedZeroBubble"),
         pytest.param("zb-v", "ScheduleZBVZeroBubble", marks=ZB_V),
+        pytest.param("dualpipe-v", "ScheduleDualPipeV", marks=ZB_V),
     ],
 )
 def test_torch_computes_the_same(name: str, cls: str) -> None:

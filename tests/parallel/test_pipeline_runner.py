@@ -65,14 +65,14 @@ def test_gradients_are_those_of_one_process(ranks: int, kind: str) -> None:
 
 def test_bytes_are_those_of_the_boundaries() -> None:
     """An activation and its gradient for each micro-batch and each boundary between ranks."""
-    boundaries = {"1f1b": 1, "interleaved": 3, "zb-v": 2, "dualpipe": 1}
+    boundaries = {"1f1b": 1, "interleaved": 3, "zb-v": 2, "dualpipe": 1, "dualpipe-v": 2}
     results = run(trained_all, list(boundaries), 2, 4, "tensors")
     for i, (name, number) in enumerate(boundaries.items()):
         activation = 2 * 3 * WIDTH * 4
         assert sum(found[i][2] for found in results) == 2 * 4 * number * activation, name
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "dualpipe-v"])
 def test_sequences_of_any_length_if_asked(name: str) -> None:
     lengths = (3, 5, 1, 4)
     results = run(trained_all, [name], 2, 5, "nested", lengths)

@@ -14,7 +14,7 @@ from refimpl.parallel.pipeline.clock import ScheduleError
 from refimpl.parallel.pipeline.messages import Recv, Send, programs
 from refimpl.parallel.pipeline.picture import text
 from refimpl.parallel.pipeline.schedules.named import NAMES, schedule
-from refimpl.parallel.pipeline.schedules.table import Cost, Op, Table, Value, count_off
+from refimpl.parallel.pipeline.schedules.table import Cost, Op, Table, Value, count_off, whole
 from refimpl.parallel.pipeline.verify import run_synchronously, verify
 from refimpl.plan.time import bubble as bubble_share
 
@@ -50,7 +50,7 @@ def test_1f1b_and_gpipe_have_the_bubble_of_the_plan() -> None:
                 assert clock.share(schedule(name, p, m)) == pytest.approx(bubble_share(p, m))
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "interleaved"])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v", "interleaved"])
 def test_the_others_idle_less_than_1f1b_in_the_same_time(name: str) -> None:
     """A schedule with two chunks a rank has chunks of half the cost."""
     for p in range(2, 9, 2):
@@ -68,6 +68,7 @@ def test_zb_h1_is_a_third_of_1f1b_and_zb_v_is_zero() -> None:
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_the_papers_tables(p: int) -> None:
     """arXiv:2401.10241 (1F1B, ZB-H1), arXiv:2405.15362 (V-ZB) and arXiv:2412.19437 (DualPipe's activations).
+    DualPipeV's, PP + 1 of a rank's two chunks for PP = 2p stages, are of github.com/deepseek-ai/DualPipe.
 
     Bubble, and activations in whole micro-batches, when F, B and W take equally long.
     """
@@ -77,6 +78,7 @@ def test_the_papers_tables(p: int) -> None:
         "zb-h1": ((p - 1) * (f + b - w), p),
         "zb-v": (0, p),
         "dualpipe": (None, p + 1),
+        "dualpipe-v": (None, (2 * p + 1) / 2),
     }
     for name, (bubble, activations) in rows.items():
         table = schedule(name, p, 3 * p)
@@ -90,13 +92,32 @@ def test_dualpipes_pairs_have_the_papers_bubble(cost: Cost) -> None:
     f, i, w, _ = cost
     for p in (2, 4, 6, 8):
         for m in (2 * p, 3 * p + 1):
-            table = schedule("dualpipe", p, 2 * (m // 2))
-            assert clock.bubble(table, cost, pairs=True) == (p / 2 - 1) * ((f + i + w) + (i + w) - 3 * w)
+            both_ways = schedule("dualpipe", p, 2 * (m // 2))
+            folded = schedule("dualpipe-v", p // 2, m)  # of as many stages
+            for table in (both_ways, folded):
+                assert clock.bubble(table, cost, pairs=True) == (p / 2 - 1) * ((f + i + w) + (i + w) - 3 * w)
+
+
+def test_dualpipe_v_with_whole_backwards_idles_longer_than_interleaved_1f1b() -> None:
+    """Of chunks of one length. Split it idles p - 1."""
+    for p in (2, 3, 4, 8):
+        for m in (2 * p, 3 * p):
+            assert clock.bubble(schedule("dualpipe-v", p, m)) == p - 1
+            assert clock.bubble(whole(schedule("dualpipe-v", p, m))) == 4 * (p - 1) - 1
+            assert clock.bubble(schedule("interleaved", p, p * (m // p), 2)) == 3 * (p - 1)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v"])
+def test_any_table_is_right_without_split_backwards(name: str) -> None:
+    for p, m, _ in (size for size in sizes(name) if size[0] <= 4):
+        table = whole(schedule(name, p, m))
+        verify(table)
+        assert not table.splits
 
 
 def test_leaving_micro_batches_out_never_takes_longer() -> None:
     """So the tables of sizes that have no formula are bounded by the next that has one."""
-    for name in ("interleaved", "dualpipe", "zb-v"):
+    for name in ("interleaved", "dualpipe", "dualpipe-v", "zb-v"):
         for p in (2, 4):
             ends = [max(span.end for span in clock.play(schedule(name, p, m)).values()) for m in MICRO]
             assert ends == sorted(ends)
@@ -106,7 +127,7 @@ def test_messages_that_take_time_cost_1f1b_two_a_stage_on_its_way() -> None:
     """Filling sends p-1 activations, draining p-1 gradients; in between they hide behind work if there is enough."""
     late = clock.bubble(schedule("gpipe", 4, 8), Cost(message=0.25))
     assert late == clock.bubble(schedule("gpipe", 4, 8)) + 2 * 3 * 0.25
-    for name in ("1f1b", "interleaved", "zb-v"):
+    for name in ("1f1b", "interleaved", "zb-v", "dualpipe-v"):
         assert clock.bubble(schedule(name, 1, 4), Cost(message=0.25)) == 0, "what a rank made itself is no message"
 
 
@@ -208,7 +229,9 @@ def test_names_and_chunks_are_checked() -> None:
 # --- the docstrings' drawings, and torch
 
 
-@pytest.mark.parametrize("module", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe"])
+@pytest.mark.parametrize(
+    "module", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe", "dualpipe_v"]
+)
 def test_the_drawing_in_the_docstring_is_the_table(module: str) -> None:
     source = import_module(f"refimpl.parallel.pipeline.schedules.{module}")
     assert source.__doc__
@@ -269,4 +292,4 @@ def test_torchs_dualpipe_v_is_ours_folded(ranks: int) -> None:
             [(op.kind, op.stage if op.micro % 2 == 0 else 2 * ranks - 1 - r, op.micro // 2) for op in order]
             for r, order in enumerate(ours)
         ]
-        assert folded == theirs
+        assert folded == theirs == [[*map(tuple, order)] for order in schedule("dualpipe-v", ranks, micro).orders]

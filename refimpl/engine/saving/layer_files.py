@@ -1,8 +1,10 @@
 """A pipeline's weights as DeepSpeed lays them out, a file a layer: what its users convert a model to, to begin from it.
 
     layer_00-model_00-model_states.pt    layer 0 of tensor rank 0: {"weight": ...}, by the names inside the layer
+    layer_00-model_states.pt             the same of a topology without a model axis, as `num_stages` makes it
     layer_3-model_00-model_states.pt     layer 3, as those write it who do not pad
 
+A tied layer that has a function of its own has no file there: its weights are in that of another with its key.
 `load_checkpoint(folder, load_module_only=True)` takes them; a rank reads the files of its layers. What else lies there,
 counters and an optimizer's state, is not read. DeepSpeed: `load_state_dir` in deepspeed/runtime/pipe/module.py.
 """
@@ -20,7 +22,7 @@ from refimpl.engine.state import TrainingState
 from refimpl.parallel.pipeline.layers import TiedLayerSpec
 from refimpl.parallel.pipeline.module import PipelineModule
 
-FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
 
 def load(engine: TrainingState, load_dir: Path, tag: str | None, strict: bool) -> Path | None:
@@ -62,24 +64,25 @@ def weights_of(folder: Path, module: PipelineModule, tensor_rank: int, strict: b
     CheckpointError for a weight of another shape, and, if `strict`, for one that only one side has.
     """
     found = {match.groups(): path for path in folder.iterdir() if (match := FILE.fullmatch(path.name)) is not None}
-    files = {int(layer): path for (layer, rank), path in found.items() if int(rank) == tensor_rank}
+    files = {int(layer): path for (layer, rank), path in found.items() if int(rank or 0) == tensor_rank}
     here, given = module.state_dict(), dict[str, Tensor]()
-    for layer, prefix in layers_of(module):
-        if layer in files:
-            given |= {prefix + name: weight for name, weight in unpickle.load(files[layer]).items()}
+    for places, prefix in layers_of(module):
+        for path in [files[layer] for layer in places if layer in files][:1]:
+            given |= {prefix + name: weight for name, weight in unpickle.load(path).items()}
     for name in sorted(here.keys() | given.keys()):
         there, ours = (str(tuple(side[name].shape)) if name in side else "not there" for side in (given, here))
         if there != ours and (strict or "not there" not in (there, ours)):
             raise CheckpointError(
-                f"{folder}: {name} is {there} in its layer_*-model_{tensor_rank:02d}-model_states.pt, and {ours} in "
-                "the model; convert the very model that is trained here"
+                f"{folder}: {name} is {there} in its layer_*-model_{tensor_rank:02d}-model_states.pt (or layer_*-"
+                f"model_states.pt), and {ours} in the model; convert the very model that is trained here"
             )
     return given
 
 
-def layers_of(module: PipelineModule) -> Iterator[tuple[int, str]]:
-    """(number, what its weights' names begin with) of each layer on this rank."""
+def layers_of(module: PipelineModule) -> Iterator[tuple[list[int], str]]:
+    """(its number and those of layers with its key, what its weights' names begin with) of each layer on this rank."""
+    tied = {i: spec.key for i, spec in enumerate(module.specs) if isinstance(spec, TiedLayerSpec)}
     for stage in module.stages:
         for i in range(*module.bounds[stage : stage + 2]):
-            spec = module.specs[i]
-            yield i, f"tied_modules.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{i}."
+            alike = [j for j, key in tied.items() if key == tied.get(i) and j != i]
+            yield [i, *alike], f"tied_modules.{tied[i]}." if i in tied else f"{i}."

@@ -5,14 +5,16 @@ All stages take their steps together, a forward or a backward in each. Of p stag
     in TrainSchedule        forward in step s + 2k, backward in step 2p - 1 - s + 2k: of 2 (m + p - 1)        1F1B
     in InferenceSchedule    in step s + k: of m + p - 1
 
-so forwards and backwards take turns on every stage, and a value that is made in one step is sent in the next one. The
+so forwards and backwards take turns on every stage, and a value that is made in one step is sent in the next one. In
+DualPipeVSchedule ranks have no steps in common: what is sent and received waits for the next CommitP2P. The
 engine itself runs the tables of `refimpl.parallel.pipeline.schedules`, in which nobody waits for a common step.
 DeepSpeed: deepspeed/runtime/pipe/schedule.py.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 
 class PipeInstruction:
@@ -67,6 +69,10 @@ class SendGrad(BufferOpInstruction): ...
 
 
 class RecvGrad(BufferOpInstruction): ...
+
+
+class CommitP2P(PipeInstruction):
+    """Begin the sends and receives said since the last one, together, and wait for them."""
 
 
 class PipeSchedule(ABC):
@@ -175,6 +181,62 @@ class TrainSchedule(PipeSchedule):
     def num_pipe_buffers(self) -> int:
         """As many as micro-batches are alive here, two at least."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
+
+
+class DualPipeVSchedule(PipeSchedule):
+    """Two stages a rank, phase 0 on the way down and 1 on the way back. Backwards are whole.
+
+    In the words below a letter is an instruction and the digit its phase. C is CommitP2P, w one that stands where
+    DeepSeek's have a weight half, and is none without backward.
+    """
+
+    WORDS: ClassVar = {
+        "r": RecvActivation, "F": ForwardPass, "s": SendActivation, "g": RecvGrad, "B": BackwardPass, "t": SendGrad
+    }  # fmt: skip
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, forward_only: bool = False) -> None:
+        """ValueError for fewer than two micro-batches a rank."""
+        super().__init__(micro_batches, stages, stage_id)
+        if micro_batches < 2 * stages:
+            raise ValueError(f"DualPipeV over {stages} ranks needs {2 * stages} micro-batches, not {micro_batches}")
+        self.forward_only = forward_only
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        seen = Counter[str]()
+        for sentence in self.sentences():
+            yield [command for word in sentence.split() for command in self.commands(word, seen)]
+        yield [CommitP2P(), *([] if self.forward_only else [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()])]
+
+    def sentences(self) -> Iterator[str]:
+        r, rest = self.stage_id, self.stages - 1 - self.stage_id
+        yield from ["r0 C F0 s0"] * (2 * rest)
+        yield "r0"
+        for i in range(r + 1):
+            yield f"C F0 r0 r1 C F1 {'' if self.is_last_stage and i == r else 's1'} s0"
+        yield from ["g1 C B1 t1 r1 w C F1 s1"] * rest
+        yield ("g1 C F0 B1 s0 t1" if rest else "C F0 s1 g1 C B1 s0 t1") + " r1 g0 C F1 B0 s1 t0"
+        yield from ["r0 g1 C F0 B1 s0 t1 r1 g0 C F1 B0 s1 t0"] * (self.micro_batches - 2 * self.stages + r)
+        yield from ["g1 C B1 t1 r1 g0 C F1 B0 s1 t0"] * rest
+        yield from ["g1 C B1 t1 g0 C B0 t0"] * (r + 1)
+        yield from ["w g0 C B0 t0"] * rest
+        yield from ["w"] * (r + 1)
+
+    def commands(self, word: str, seen: Counter[str]) -> list[PipeInstruction]:
+        """Of one word, by the micro-batches that it was said of so far. None for messages beyond the V's ends."""
+        if word in ("C", "w"):
+            return [] if word == "w" and self.forward_only else [CommitP2P()]
+        nowhere = ["r0", "s1", "g1", "t0"] * self.is_first_stage + ["s0", "r1", "g0", "t1"] * self.is_last_stage
+        if word in nowhere or (self.forward_only and word[0] in "gBt"):
+            return []
+        phase = int(word[1])
+        buffer_id = phase * self.micro_batches + seen[word]
+        seen[word] += 1
+        load = [LoadMicroBatch(buffer_id)] if word == "F0" and self.is_first_stage else []
+        return [*load, self.WORDS[word[0]](buffer_id, phase=phase)]
+
+    def num_pipe_buffers(self) -> int:
+        """One a phase and micro-batch."""
+        return 2 * self.micro_batches
 
 
 class DataParallelSchedule(PipeSchedule):

@@ -16,8 +16,7 @@ run as one operation whose results come at its end, `clock.bubble(table, cost, p
 shorter than a forward.
 Memory: two copies of every parameter. Alive: p+1 at most, on every rank.
 Gradients of the two copies are summed at the end, as those of two data-parallel replicas.
-DeepSeek-V3, arXiv:2412.19437, section 3.2.1. torch's ScheduleDualPipeV is this table folded: its p ranks are the first
-half of 2p here, and each has its mirror image's stage too.
+DeepSeek-V3, arXiv:2412.19437, section 3.2.1. Folded in the middle it needs no second copy: `dualpipe_v.py`.
 """
 
 from refimpl.parallel.pipeline.schedules.table import Cost, Op, Table, check, count_off, first

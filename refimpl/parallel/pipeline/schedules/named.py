@@ -1,6 +1,7 @@
 """Every schedule by its name."""
 
 from refimpl.parallel.pipeline.schedules.dualpipe import dualpipe
+from refimpl.parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from refimpl.parallel.pipeline.schedules.gpipe import gpipe
 from refimpl.parallel.pipeline.schedules.interleaved import interleaved
 from refimpl.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -9,7 +10,7 @@ from refimpl.parallel.pipeline.schedules.zero_bubble import zero_bubble
 from refimpl.parallel.pipeline.schedules.zero_bubble_v import zero_bubble_v
 
 ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zero_bubble}
-TWO_CHUNKS = {"zb-v": zero_bubble_v, "dualpipe": dualpipe}
+TWO_CHUNKS = {"zb-v": zero_bubble_v, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v}
 NAMES = (*ONE_CHUNK, "interleaved", *TWO_CHUNKS)
 
 

@@ -19,7 +19,7 @@ The words follow torch.distributed.pipelining (schedules.py: F, B, I, W). DeepSp
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
@@ -158,6 +158,18 @@ def first(order: Iterable[Op], micro_batches: int) -> tuple[Op, ...]:
     So a pattern that wants m a multiple of p, or large, serves every m: draw it for more, leave out what is too many.
     """
     return tuple(op for op in order if op.micro < micro_batches)
+
+
+def whole(table: Table) -> Table:
+    """The same orders with no backward split: a B where each I stood. Nobody waits for a W, so they stay valid.
+
+    No more is alive, but a rank that waits has no weight half to fill its time with: the bubble has no formula here.
+    """
+    orders = (
+        tuple(op._replace(kind="B") if op.kind == "I" else op for op in order if op.kind != "W")
+        for order in table.orders
+    )
+    return replace(table, orders=tuple(orders), bubble=lambda cost: None)
 
 
 def check(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> None:
