@@ -85,7 +85,7 @@ def test_Zero3(answer: Answer, group: WatchedGroup) -> None:
         left = storage_bytes(probe.params)
         require(left == 0, f"{left} bytes of parameters are still whole after an evaluation")
     case("bf16, trained in evaluation mode")
-    train(answer, group, 1, 1, torch.bfloat16)
+    train(answer, group, 1, 2, torch.bfloat16)
 
 
 def train(answer: Answer, group: WatchedGroup, steps: int, parts: int, dtype: torch.dtype) -> None:
@@ -202,6 +202,11 @@ def judge_gradients(
     require(not missing, f"step {step}: self.grads has no entry for module {', '.join(missing)}")
     for name, m in owners.items():
         own_memory(grads[m], f"self.grads of {name}", "reduce-scatter into a tensor of its own")
+        dtype = next(plain.parameters()).dtype
+        advice = (
+            f"self.grads of {name} is {grads[m].dtype}, not {dtype}: further backwards add up in the gradients' dtype"
+        )
+        require(grads[m].dtype == dtype, f"step {step}: {advice}")
     everyones = group.everyone({name: grads[m].detach().clone() for name, m in owners.items()})
     for name, m in owners.items():
         flat, at = torch.cat([each[name] for each in everyones]), 0

@@ -116,11 +116,13 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
         after = f"after call {step + 1} of step()"
         require(not gate.fault, gate.fault)
         judge_weights(net, expected[step], expected[step - 1] if step else None, at_once[step], after)
-    gate.may[-1].set()
-    room = sum(m.nbytes for m in late.masters)
     trained = sum(p.nbytes for p in net.parameters() if p.requires_grad)
+    room = sum(m.nbytes for m in late.masters) + 3 * trained
+    advice = "masters, AdamW's two, and one copy of the gradients; the model's own are the caller's"
+    kept.judge(room, "with an update under way DelayedUpdate", advice)
+    gate.may[-1].set()
     late.finish()
-    kept.judge(room + 4 * trained, "DelayedUpdate", "masters, AdamW's two, and one copy of the gradients")
+    kept.judge(room, "after finish() DelayedUpdate", advice)
     judge_weights(net, expected[STEPS], expected[STEPS - 1], None, "after finish()")
     moved = places != [p.data_ptr() for p in net.parameters()]
     require(not moved, "weights lie in other memory now: copy into it, or a view of it, as in a buffer, stays old")

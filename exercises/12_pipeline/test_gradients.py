@@ -1,5 +1,6 @@
 """Grades chapter 12's gradients: those of weights that stages share, and a backward in two halves."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -234,11 +235,16 @@ def judge_release(answer: Answer, group: WatchedGroup) -> None:
     kept = Kept(group)
     x = torch.randn(256, 256, requires_grad=True)
     y = answer.split_linear(x, weight, bias, later)
-    y.sum().backward()
-    x.grad = None
+    output, total = weakref.ref(y.untyped_storage()), y.sum()
     del y
+    require(output() is None, "the output is kept between forward and backward, which needs x alone")
+    kept.judge(x.nbytes, "between forward and backward it", "x itself, of which the product needs no copy, may stay")
+    total.backward()
+    x.grad = None
+    held = x.nbytes + len(x) * bias.nbytes
+    kept.judge(held, "between backward and the weight half it", "x itself and the gradient may stay, and no copy")
     later[0]()
-    del x
+    del x, total
     advice = "the function that was called still holds x or the gradient: clear what it keeps"
     kept.judge(weight.nbytes + bias.nbytes, "after the weight half it", advice)
     require(len(later) == 1, "`later` is the caller's: append to it, and take nothing away")

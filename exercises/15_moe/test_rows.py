@@ -233,8 +233,8 @@ def judge_dispatch(answer: Answer, group: WatchedGroup, counts: list[Tensor], pa
     rows = parts[rank].mT.contiguous().mT.requires_grad_()
     mine, expected = counts[rank].clone(), exchanged(parts, counts, rank)
     kept = Kept(group)
-    with untouched(rows=rows, counts=mine):
-        given = rows * 1  # which nobody keeps but the answer
+    given = rows * 1  # which nobody keeps but the answer
+    with untouched(rows=given, counts=mine):
         arrived, sizes = several(answer.dispatch(given, mine, group), "arrived, sizes")
     del given
     room = expected.nbytes + 8 * len(mine)
@@ -283,8 +283,8 @@ def judge_given_back(answer: Answer, group: WatchedGroup, counts: list[Tensor], 
     answers = exchanged(parts, counts, rank).mT.contiguous().mT.requires_grad_()
     sizes = torch.stack([c.view(group.size, -1)[rank] for c in counts])
     kept = Kept(group)
-    with untouched(answers=answers, counts=mine, sizes=sizes):
-        given = answers * 1
+    given = answers * 1
+    with untouched(answers=given, counts=mine, sizes=sizes):
         found = answer.give_back(given, mine, sizes, group)
     del given
     kept.judge(parts[rank].nbytes, "give_back", "the rows that came back alone may stay, backward needs no answers")
