@@ -29,7 +29,7 @@ def same_layout(found: Tensor, expected: Tensor, known: dict[str, Tensor]) -> No
         equal(found, expected, "the layout", known=known)
     except Wrong as error:
         if isinstance(found, Tensor) and found.shape == expected.shape:
-            if error.headline == "the layout: wrong values":
+            if error.headline.startswith("the layout: wrong values"):
                 row, col = (found != expected).nonzero()[0].tolist()
                 said = "reads block {}, and must not" if found[row, col] else "does not read block {}, and must"
                 error.headline = f"the layout: row {row} {said.format(col)}"
