@@ -50,6 +50,8 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     unit = answer.ShardedParams(params, watched)
     left = storage_bytes(params)
     require(left == 0, f"{left} bytes of parameters are alive after ShardedParams(...): free them")
+    trains = [i for i, p in enumerate(params) if p.requires_grad != (i != 1)]
+    require(not trains, f"parameter {trains[:1]} has another requires_grad than before: what is frozen stays frozen")
     kept.judge(
         shard * itemsize, "ShardedParams(...)", "self.mine alone may stay; where are the original values, or a copy?"
     )

@@ -17,8 +17,12 @@ from refimpl.zero.zero3 import Zero3
 
 @on_ranks(3, 2)  # 3 first: with 2, a class that is not sharded and fp32 in place of 16 bits are the same factor
 def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
-    widths = (8, 40, 16, 24, 8, 8)
-    for dtype, budgets in ((torch.float32, (0, 300, 600, 700, 1500, 100_000)), (torch.bfloat16, (0, 1000))):
+    plain, turned = (8, 40, 16, 24, 8, 8), (64, 8, 8, 24, 40, 8)  # turned: where the order of backward shows
+    for widths, dtype, budgets in (
+        (plain, torch.float32, (0, 300, 600, 700, 1500, 100_000)),
+        (plain, torch.bfloat16, (0, 1000)),
+        (turned, torch.float32, (700,)),
+    ):
         for budget in budgets:
             case(f"{dtype}, budget {budget}")
             with unwatched():
@@ -78,6 +82,7 @@ def judge_bytes(
             "gathered": {
                 sent * 4 // itemsize: "an element has `itemsize` bytes, here 2",
                 sum(units) * itemsize: "that is the whole model: units are freed after use",
+                units[0] * itemsize: "that is what is whole at the end of backward: the most of all uses is asked",
                 max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too, a unit "
                 "larger than the budget among them, where it flies alone",
             },
@@ -86,6 +91,7 @@ def judge_bytes(
         if budget and key == "gathered" and isinstance(mine, int):
             few = f"too few fly: a unit larger than the budget, {budget} elements, is sent for when nothing else flies"
             many = f"too many fly: at the first that does not fit into {budget} elements stop, and take none behind it"
+            few, many = (f"{said}. Or is backward's order not the opposite of forward's?" for said in (few, many))
             known = {mine: few if mine < sent else many} | known
         why = f": {known[mine]}" if mine in known else ""
         raise Wrong(f"{mine} bytes {key}, counted {sent}{why}", *evidence)
