@@ -11,7 +11,7 @@ from torch import Tensor
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.exchange import DTYPES, attached, numbers, of_ranks, sends, total
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, untouched
+from refimpl.grading.memory import Kept, let_go, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
@@ -42,6 +42,9 @@ def keeps_its_result(layer: Callable[[Tensor, WatchedGroup], Tensor], group: Wat
     x, kept = torch.ones(B, T, 64).requires_grad_(), Kept(group)
     y = layer(x * 1, group.fresh())
     kept.judge(y.nbytes, "forward", "the result alone may stay: backward needs nothing of x")
+    held = [y]
+    del y
+    let_go(held, "the result")
 
 
 @on_ranks(2, 3, 4)

@@ -1,7 +1,7 @@
 """Keeps its output too, by save_for_backward.
 
 task: split_linear
-says: the output is kept between forward and backward, which needs x alone
+says: the output stays alive for backward
 """
 
 import torch
