@@ -41,11 +41,12 @@ class Scaled(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.rand(3) + 0.5), nn.Parameter(torch.zeros(2))
+        self.gain, self.shift = nn.Parameter(torch.rand(3) + 0.5), nn.Parameter(torch.ones(2))
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.inner(x) + self.shift.mean()) * self.gain.mean()  # gain's gradient comes first
+        # gain's gradient comes first; behind it backward needs the values of shift
+        out: Tensor = torch.tanh(self.inner(x) * self.shift[0] + self.shift.mean()) * self.gain.mean()
         return out
 
 

@@ -43,7 +43,7 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     shard = -(-numel // group.size)
     end = torch.zeros(shard * group.size - numel, dtype=dtype)
     padded = torch.cat([*(t.reshape(-1) for t in truth), end])
-    own = torch.cat([*(p.detach().reshape(-1) for p in odd_params(group.rank, dtype)), end])
+    of_ranks = [torch.cat([*(p.detach().reshape(-1) for p in odd_params(r, dtype)), end]) for r in range(group.size)]
     stored = as_stored(truth, shard * group.size)
     kept = Kept(watched)
     params = odd_params(group.rank, dtype)
@@ -55,7 +55,8 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     kept.judge(
         shard * itemsize, "ShardedParams(...)", "self.mine alone may stay; where are the original values, or a copy?"
     )
-    known = {"it is cut from this rank's own values: take rank 0's": own, **stored}
+    known = {"it is cut from this rank's own values: take rank 0's": of_ranks[group.rank], **stored}
+    known |= {f"it is cut from rank {r}'s values: take rank 0's": of_ranks[r] for r in range(1, group.size)}
     known = {sentence: whole.view(group.size, shard)[group.rank] for sentence, whole in known.items()}
     judge_shard(unit, padded.view(group.size, shard)[group.rank], known)
     buffer, filled = unit.full, places(watched, "all_gather", "out")

@@ -8,6 +8,7 @@ from torch import nn, optim
 from refimpl.grading.calls import unwatched
 from refimpl.grading.compare import Wrong, require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 from refimpl.measure.memory import MemoryMeter
@@ -27,7 +28,8 @@ def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
             case(f"{dtype}, budget {budget}")
             with unwatched():
                 units, counted = count(group.oracle(), widths, dtype, budget)
-            found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
+            with untouched(units=units):
+                found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
             if dtype.itemsize * budget and found != counted:
                 as_bytes = answer.zero3_bytes(units, group.size, dtype.itemsize, budget * dtype.itemsize)
                 require(as_bytes != counted, "the budget counts elements, and you compare it with bytes")
