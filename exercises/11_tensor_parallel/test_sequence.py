@@ -125,9 +125,10 @@ def test_gathered_linear(answer: Answer, group: WatchedGroup) -> None:
         kept.judge(room, "forward", advice)
         equal(y.detach(), truth, "the result")
         sends(fresh, "forward", whole, "all_gather")
+        held = [y]
+        del y
         with untouched(the_gradient_that_arrives=grad, x=x, weight=weight):
-            y.backward(grad)
-        del y  # or the next case's memory is counted beside it
+            torch.autograd.backward(let_go(held, "the result"), grad)
         back = [g @ w for g, w in zip(grads, weights, strict=True)]
         known = {"this rank's part alone, not summed over the ranks": own(back[group.rank], group)}
         equal(x.grad, own(total(back), group), "the gradient of x", known=known, ranks=group.size)
