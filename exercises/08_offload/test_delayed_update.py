@@ -132,6 +132,8 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     require(bool((net.always.weight == 0).all()), "a second finish() changes the weights: the update was given already")
     case("float64, and the thread begins its work after the gradients were zeroed")
     judge_late_start(answer)
+    case("finish() after each step(), as before an evaluation")
+    judge_again(answer)
     case("the optimizer raises an error in the thread")
     judge_error(answer)
 
@@ -217,6 +219,19 @@ def judge_late_start(answer: Answer) -> None:
         expected = weights(twin)[name]
         rounded = {"rounded to fp32 on its way: keep the parameter's dtype": expected.float().double()}
         equal(found, expected, f"{name} after step() and finish()", known=rounded, rtol=1e-12, atol=0)
+
+
+def judge_again(answer: Answer) -> None:
+    net, twin = Net(), Net()
+    late, optimizer = answer.DelayedUpdate(list(net.parameters()), adamw), adamw(twin.parameters())
+    for step in (0, 2):
+        for model in (net, twin):
+            model.zero_grad()
+            model.loss(step).backward()
+        late.step()
+        late.finish()
+        optimizer.step()
+    judge_weights(net, weights(twin), None, None, "after two times step() and finish()")
 
 
 def judge_error(answer: Answer) -> None:

@@ -60,7 +60,7 @@ def judge_steps(found: Any, step: float, write: float, node: float, nodes: int) 
         "a job on more nodes fails sooner: divide by them": (
             (2 * write * node * nodes) ** 0.5 / step if nodes > 1 else 0
         ),
-        "failures come in no whole seconds: divide by /, not //": (2 * write * (node // nodes)) ** 0.5 / step,
+        "failures come in no whole seconds: divide by /, not //": (mtbf < 3) * (2 * write * int(mtbf)) ** 0.5 / step,
         "that is seconds, not steps": (2 * write * mtbf) ** 0.5 if step != 1 else 0,
     }
     reason = next((said for said, steps in known.items() if abs(found - steps) <= 1 and steps > 4), "")
