@@ -45,9 +45,16 @@ class Scaled(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        # gain's gradient comes first; behind it backward needs the values of shift
-        out: Tensor = torch.tanh(self.inner(x) * self.shift[0] + self.shift.mean()) * self.gain.mean()
+        h = torch.tanh(self.inner(x) * self.shift[0] + self.shift.mean())
+        if h.requires_grad:
+            h.register_hook(self.look)
+        out: Tensor = h * self.gain.mean()
         return out
+
+    def look(self, grad: Tensor) -> None:
+        """gain's gradient is complete; what comes next in backward needs the values of shift."""
+        early = "a module is freed inside its backward: wait for the last gradient of each module"
+        require(self.shift.untyped_storage().nbytes(), early)
 
 
 def net(seed: int) -> tuple[nn.Sequential, Probe]:

@@ -145,7 +145,7 @@ def judge_kept(checkpoint: Call) -> None:
         loss = (checkpoint(lambda a, b: layer.one(a) + b, middle, other) * other).sum()
         kept = meter.now()
     found, room = kept["activations"] + kept["other"], middle.nbytes + other.nbytes
-    of_ctx = "keep the arguments themselves: no copy of them on ctx, and not the result, which is the caller's"
+    of_ctx = "the result is the caller's: do not keep it on ctx, nor a copy of an argument, which is kept itself"
     recorded = "what autograd recorded of fn is still there: forward of an autograd.Function records nothing by itself"
     require(
         found <= room + 6000,

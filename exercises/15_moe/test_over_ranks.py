@@ -114,7 +114,7 @@ def test_agreed_capacity(answer: Answer, group: WatchedGroup) -> None:
             raise Wrong(
                 next(
                     (s for s, n in wrong.items() if n == found),
-                    f"{found} places, expected {expected} = ceil(factor k T / E)",
+                    f"the capacity is wrong: {found}, and ceil(factor k T / E) is {expected}",
                 ),
                 *details,
             )

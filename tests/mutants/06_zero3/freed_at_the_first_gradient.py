@@ -1,7 +1,7 @@
 """Frees a module at the first of its gradients, when backward is still inside it.
 
 task: Zero3
-says: a parameter is used while it has no memory
+says: a module is freed inside its backward: wait for the last gradient
 """
 
 

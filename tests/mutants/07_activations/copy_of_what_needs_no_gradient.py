@@ -1,7 +1,7 @@
 """Keeps a copy of each argument that needs no gradient, beside the argument.
 
 task: checkpoint
-says: keep the arguments themselves: no copy of them on ctx
+says: nor a copy of an argument
 """
 
 import torch
