@@ -265,7 +265,8 @@ def dispatch(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor
         sizes [N, E/N] int64: how many rank s sent to this rank's j-th expert).
     Two all-to-alls: E int64 numbers, then the rows in uneven parts. Backward sends each row's
     gradient back, by one all-to-all: it knows the numbers, and needs no rows to be kept. An
-    expert may get nothing, a rank may have no tokens: it takes part all the same.
+    expert may get nothing, a rank may have no tokens: it takes part all the same. rows and
+    counts keep their values.
     """
     raise NotImplementedError("dispatch")
 

@@ -58,7 +58,10 @@ class ShardedParams:
         self.free()
 
     def gather(self) -> None:
-        """Everyone's shards -> self.full. Nothing, and no traffic, if it is whole already."""
+        """Everyone's shards -> self.full, at once into its memory: no other buffer is as large.
+
+        Nothing, and no traffic, if it is whole already.
+        """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.full.numel() * self.full.element_size())
@@ -80,8 +83,9 @@ class Zero3:
     Each module with parameters of its own (module.parameters(recurse=False)) is a unit. It is
     gathered before the module's forward and freed after it; gathered again before its backward,
     and freed when all its gradients are complete. They are reduce-scattered at once, and
-    further backwards add up. Every parameter is trained, none is shared, every module returns
-    one tensor. Traffic of a forward and backward: 2 all-gathers and 1 reduce-scatter a unit.
+    further backwards add up, in the gradients' dtype. Every parameter is trained, none is
+    shared, every module returns one tensor. Traffic of a forward and backward: 2 all-gathers
+    and 1 reduce-scatter a unit.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:

@@ -193,8 +193,8 @@ def vocab_cross_entropy(
     Three numbers a row travel, fp32: the maximum, the sum, the target's logit (0 from the ranks
     that have not got it). Write a torch.autograd.Function: backward sends nothing, d loss of a
     row / d z_v = exp(z_v - m) / sum - [v is the target], in the logits' dtype. At most one
-    tensor of n v fp32 numbers is kept for it, nothing is as large as n V, and logits and
-    targets keep their values.
+    tensor of n v fp32 numbers is kept for it, and not changed: with retain_graph it can be
+    called again. Nothing is as large as n V, and logits and targets keep their values.
     """
 
     class Loss(torch.autograd.Function):

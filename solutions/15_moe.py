@@ -178,7 +178,8 @@ def dispatch(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor
         sizes [N, E/N] int64: how many rank s sent to this rank's j-th expert).
     Two all-to-alls: E int64 numbers, then the rows in uneven parts. Backward sends each row's
     gradient back, by one all-to-all: it knows the numbers, and needs no rows to be kept. An
-    expert may get nothing, a rank may have no tokens: it takes part all the same.
+    expert may get nothing, a rank may have no tokens: it takes part all the same. rows and
+    counts keep their values.
     """
     sizes = torch.empty(group.size, len(counts) // group.size, dtype=torch.int64)
     group.all_to_all(sizes, counts.contiguous())
@@ -192,7 +193,7 @@ def give_back(answers: Tensor, counts: Tensor, sizes: Tensor, group: Group) -> T
     answers [R', M], the experts' answers to the rows that `dispatch` brought, in their order;
     counts and sizes as there -> [R, M], in the order of the rows that were sent. One
     all-to-all; backward is one more. Nothing else is sent: both sides know the numbers. The
-    answers are not kept.
+    answers are not kept, and keep their values.
     """
     there = counts.view(group.size, -1).sum(1).tolist()
     return _moved(answers, sizes.sum(1).tolist(), there, group)

@@ -66,3 +66,5 @@ def test_token_mean_loss(answer: Answer, group: WatchedGroup) -> None:
     counted = "the tokens are counted in the loss's dtype: fp16 ends at 65504, and the loss is multiplied by 0"
     found = answer.token_mean_loss(group.fresh(), torch.full((), 6e4).half(), 70000 * (group.rank == 0))
     require(float(found) > 0, counted)
+    large = "the loss times N is Inf: fp16 ends at 65504; divide N by the tokens first, then multiply the loss"
+    require(bool(found.isfinite()), large)

@@ -85,6 +85,7 @@ def test_peak_gradient_bytes(answer: Answer, group: WatchedGroup) -> None:
             shards = sum(padded) // ranks
             known = {
                 "that is the largest bucket: shards take memory too": max(padded),
+                "that is when the last bucket travels: the most may have been before": shards + padded[-1],
                 "that is a whole gradient: the buckets before are freed already": sum(padded),
                 "that is what stays in the end: a bucket that travels is larger than its shard": shards,
                 "that is all shards and the largest bucket: are all shards there when it travels?": shards

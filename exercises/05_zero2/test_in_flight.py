@@ -1,12 +1,10 @@
 """Grades chapter 05's buckets under way: how many at once, which is waited for, what stays alive."""
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from refimpl.comm.work import Work
 from refimpl.grading.compare import equal, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory, soon
@@ -15,6 +13,7 @@ from refimpl.grading.traffic import (
     WatchedGroup,
     all_done,
     most_under_way,
+    places,
     same_traffic,
     starts,
 )
@@ -32,7 +31,7 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
         flights = answer.InFlight(watched, most)
         require(not flights.shards, "a new InFlight has shards: is the dictionary the class's, one for all of them?")
         buffers: list[weakref.ref[UntypedStorage]] = []
-        copied, sent = False, places_sent(watched)  # copied: what is under way is not what was handed over
+        copied, sent = False, places(watched, "reduce_scatter", "x")  # copied: other memory is sent than handed over
         for turn, number in enumerate(numbers):
             flat = sent_by(group.rank, turn, number, group.size, dtype)
             buffers.append(weakref.ref(flat.untyped_storage()))
@@ -57,19 +56,6 @@ def test_InFlight(answer: Answer, group: WatchedGroup) -> None:
         room = sum(40 + number for number in set(numbers)) * dtype.itemsize
         kept.judge(room, "after land() InFlight", "the shards alone may stay; is what has arrived let go?")
         flights.land()  # once more: nothing is under way
-
-
-def places_sent(group: WatchedGroup) -> list[int]:
-    """Where in memory lies what is reduce-scattered from now on."""
-    found: list[int] = []
-    send = group.reduce_scatter
-
-    def sent(out: Tensor, x: Tensor, *args: Any, **options: Any) -> Work:
-        found.append(x.data_ptr())
-        return send(out, x, *args, **options)
-
-    group.reduce_scatter = sent  # type: ignore[method-assign]
-    return found
 
 
 def sent_by(rank: int, turn: int, number: int, ranks: int, dtype: torch.dtype) -> Tensor:

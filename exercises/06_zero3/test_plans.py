@@ -105,8 +105,12 @@ def judge_prefetch(
     )
     left = trace[at:][: trace[at:].index(expected[len(found)]) + 1] if found == expected[: len(found)] else []
     twice = [u for u in found if left.count(u) > 1]
-    counted = f": {twice[0]} comes twice in the trace before the next that fits, and is gathered once" if twice else ""
-    raise Wrong(f"these are not the next units that fit{counted}", *evidence)
+    counted = f"; {twice[0]} comes twice in the trace before the next that fits, and is gathered once" if twice else ""
+    at = next(i for i in range(len(expected) + 1) if found[i : i + 1] != expected[i : i + 1])
+    mine, right = ("".join(units[at : at + 1]) for units in (found, expected))
+    said = f"{mine} is one too many" if not right else f"{right} is missing, and fits" if not mine else ""
+    said = said or f"{right} is next, not {mine}"
+    raise Wrong(f"these are not the next units that fit: {said}{counted}", *evidence)
 
 
 @on_ranks(1)

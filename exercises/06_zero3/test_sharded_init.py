@@ -18,6 +18,7 @@ class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
+        self.second.requires_grad_(False)  # frozen ones take as much memory
 
 
 class Plain(nn.Linear):

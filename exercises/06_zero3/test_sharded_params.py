@@ -7,7 +7,7 @@ from refimpl.grading.compare import Wrong, as_stored, equal, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, storage_bytes
 from refimpl.grading.rank import Answer, case
-from refimpl.grading.traffic import WatchedGroup, all_done, same_traffic
+from refimpl.grading.traffic import WatchedGroup, all_done, places, same_traffic
 
 
 def odd_params(seed: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -43,25 +43,30 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     shard = -(-numel // group.size)
     end = torch.zeros(shard * group.size - numel, dtype=dtype)
     padded = torch.cat([*(t.reshape(-1) for t in truth), end])
-    own = torch.cat([*(p.detach().reshape(-1) for p in odd_params(group.rank, dtype)), end])
+    of_ranks = [torch.cat([*(p.detach().reshape(-1) for p in odd_params(r, dtype)), end]) for r in range(group.size)]
     stored = as_stored(truth, shard * group.size)
     kept = Kept(watched)
     params = odd_params(group.rank, dtype)
     unit = answer.ShardedParams(params, watched)
     left = storage_bytes(params)
     require(left == 0, f"{left} bytes of parameters are alive after ShardedParams(...): free them")
+    trains = [i for i, p in enumerate(params) if p.requires_grad != (i != 1)]
+    require(not trains, f"parameter {trains[:1]} has another requires_grad than before: what is frozen stays frozen")
     kept.judge(
         shard * itemsize, "ShardedParams(...)", "self.mine alone may stay; where are the original values, or a copy?"
     )
-    known = {"it is cut from this rank's own values: take rank 0's": own, **stored}
+    known = {"it is cut from this rank's own values: take rank 0's": of_ranks[group.rank], **stored}
+    known |= {f"it is cut from rank {r}'s values: take rank 0's": of_ranks[r] for r in range(1, group.size)}
     known = {sentence: whole.view(group.size, shard)[group.rank] for sentence, whole in known.items()}
     judge_shard(unit, padded.view(group.size, shard)[group.rank], known)
-    buffer = unit.full
+    buffer, filled = unit.full, places(watched, "all_gather", "out")
     for again in range(2):
         case(f"{dtype}, gather and free, number {again}")
         watched.ledger.reset()
         unit.gather()
         all_done(watched, "gather")
+        straight = filled[-1:] == [unit.full.data_ptr()]
+        require(straight, "gather() fills another buffer than self.full, as large, and copies: gather into self.full")
         for i, (p, t) in enumerate(zip(params, truth, strict=True)):
             known = {"it is still this rank's own: take rank 0's": odd_params(group.rank, dtype)[i].detach()}
             equal(p.detach(), t, f"parameter {i} after gather()", known=known if group.rank else None)
@@ -72,6 +77,7 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
         whole = storage_bytes(params)
         size = len(padded) * itemsize
         require(whole == size, f"{whole} bytes are alive after gather(), the buffer has {size}: {itemsize} an element")
+        kept.judge(size + shard * itemsize, "between gather() and free() the unit", "self.full and self.mine alone")
         unit.free()
         judge_free(unit, params, truth)
     case(f"{dtype}, the shard changes, as in a step")

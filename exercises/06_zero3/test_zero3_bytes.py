@@ -8,6 +8,7 @@ from torch import nn, optim
 from refimpl.grading.calls import unwatched
 from refimpl.grading.compare import Wrong, require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 from refimpl.measure.memory import MemoryMeter
@@ -17,13 +18,18 @@ from refimpl.zero.zero3 import Zero3
 
 @on_ranks(3, 2)  # 3 first: with 2, a class that is not sharded and fp32 in place of 16 bits are the same factor
 def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
-    widths = (8, 40, 16, 24, 8, 8)
-    for dtype, budgets in ((torch.float32, (0, 300, 600, 700, 1500, 100_000)), (torch.bfloat16, (0, 1000))):
+    plain, turned = (8, 40, 16, 24, 8, 8), (64, 8, 8, 24, 40, 8)  # turned: where the order of backward shows
+    for widths, dtype, budgets in (
+        (plain, torch.float32, (0, 300, 600, 700, 1500, 100_000)),
+        (plain, torch.bfloat16, (0, 1000)),
+        (turned, torch.float32, (700,)),
+    ):
         for budget in budgets:
             case(f"{dtype}, budget {budget}")
             with unwatched():
                 units, counted = count(group.oracle(), widths, dtype, budget)
-            found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
+            with untouched(units=units):
+                found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
             if dtype.itemsize * budget and found != counted:
                 as_bytes = answer.zero3_bytes(units, group.size, dtype.itemsize, budget * dtype.itemsize)
                 require(as_bytes != counted, "the budget counts elements, and you compare it with bytes")
@@ -78,6 +84,7 @@ def judge_bytes(
             "gathered": {
                 sent * 4 // itemsize: "an element has `itemsize` bytes, here 2",
                 sum(units) * itemsize: "that is the whole model: units are freed after use",
+                units[0] * itemsize: "that is what is whole at the end of backward: the most of all uses is asked",
                 max(units) * itemsize: "that is the largest unit alone: what was sent for ahead is live too, a unit "
                 "larger than the budget among them, where it flies alone",
             },
@@ -86,6 +93,7 @@ def judge_bytes(
         if budget and key == "gathered" and isinstance(mine, int):
             few = f"too few fly: a unit larger than the budget, {budget} elements, is sent for when nothing else flies"
             many = f"too many fly: at the first that does not fit into {budget} elements stop, and take none behind it"
+            few, many = (f"{said}. Or is backward's order not the opposite of forward's?" for said in (few, many))
             known = {mine: few if mine < sent else many} | known
         why = f": {known[mine]}" if mine in known else ""
         raise Wrong(f"{mine} bytes {key}, counted {sent}{why}", *evidence)

@@ -116,4 +116,5 @@ def judge_time(found: object, expected: float, chain: tuple[list[float], list[in
         raise Wrong(" (or: ".join(said) + ")" * (len(said) - 1), evidence)
     if found < expected:
         raise Wrong("less than is possible: is every byte taken, and each second run counted?", evidence)
-    raise Wrong("there is a plan that takes less", evidence)
+    fits = "it can be done: a layer that keeps exactly what is left still fits" if found == math.inf else ""
+    raise Wrong(fits or "there is a plan that takes less: is each way tried, every j between i and t?", evidence)

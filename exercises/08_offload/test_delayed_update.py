@@ -116,11 +116,13 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
         after = f"after call {step + 1} of step()"
         require(not gate.fault, gate.fault)
         judge_weights(net, expected[step], expected[step - 1] if step else None, at_once[step], after)
-    gate.may[-1].set()
-    room = sum(m.nbytes for m in late.masters)
     trained = sum(p.nbytes for p in net.parameters() if p.requires_grad)
+    room = sum(m.nbytes for m in late.masters) + 3 * trained
+    advice = "masters, AdamW's two, and one copy of the gradients; the model's own are the caller's"
+    kept.judge(room, "with an update under way DelayedUpdate", advice)
+    gate.may[-1].set()
     late.finish()
-    kept.judge(room + 4 * trained, "DelayedUpdate", "masters, AdamW's two, and one copy of the gradients")
+    kept.judge(room, "after finish() DelayedUpdate", advice)
     judge_weights(net, expected[STEPS], expected[STEPS - 1], None, "after finish()")
     moved = places != [p.data_ptr() for p in net.parameters()]
     require(not moved, "weights lie in other memory now: copy into it, or a view of it, as in a buffer, stays old")
@@ -130,6 +132,8 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     require(bool((net.always.weight == 0).all()), "a second finish() changes the weights: the update was given already")
     case("float64, and the thread begins its work after the gradients were zeroed")
     judge_late_start(answer)
+    case("finish() after each step(), as before an evaluation")
+    judge_again(answer)
     case("the optimizer raises an error in the thread")
     judge_error(answer)
 
@@ -215,6 +219,19 @@ def judge_late_start(answer: Answer) -> None:
         expected = weights(twin)[name]
         rounded = {"rounded to fp32 on its way: keep the parameter's dtype": expected.float().double()}
         equal(found, expected, f"{name} after step() and finish()", known=rounded, rtol=1e-12, atol=0)
+
+
+def judge_again(answer: Answer) -> None:
+    net, twin = Net(), Net()
+    late, optimizer = answer.DelayedUpdate(list(net.parameters()), adamw), adamw(twin.parameters())
+    for step in (0, 2):
+        for model in (net, twin):
+            model.zero_grad()
+            model.loss(step).backward()
+        late.step()
+        late.finish()
+        optimizer.step()
+    judge_weights(net, weights(twin), None, None, "after two times step() and finish()")
 
 
 def judge_error(answer: Answer) -> None:

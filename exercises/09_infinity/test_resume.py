@@ -33,6 +33,7 @@ def test_checkpoint_steps(answer: Answer, group: WatchedGroup) -> None:
         (1.0, 1.0, 1.0, 1),  # 1 and 2 lose the same
         (1e-5, 300.0, 30 * 365 * DAY, 1),
         (0.25, 0.001, 100 * DAY, 7),
+        (0.1, 1.0, 10.0, 4),  # a failure every 2.5 s
     ):
         case(f"a step of {step:g} s, a save of {write:g} s, a node fails every {node:,.0f} s, {nodes} nodes")
         found = answer.checkpoint_steps(step, write, node, nodes)
@@ -59,6 +60,7 @@ def judge_steps(found: Any, step: float, write: float, node: float, nodes: int) 
         "a job on more nodes fails sooner: divide by them": (
             (2 * write * node * nodes) ** 0.5 / step if nodes > 1 else 0
         ),
+        "failures come in no whole seconds: divide by /, not //": (mtbf < 3) * (2 * write * int(mtbf)) ** 0.5 / step,
         "that is seconds, not steps": (2 * write * mtbf) ** 0.5 if step != 1 else 0,
     }
     reason = next((said for said, steps in known.items() if abs(found - steps) <= 1 and steps > 4), "")
@@ -98,6 +100,12 @@ def test_ResumableSampler(answer: Answer, group: WatchedGroup) -> None:
     sampler = answer.ResumableSampler(10, ranks=2, rank=0, seed=3)
     halves = [*islice(sampler, 2), *sampler]
     require(halves == order(10, 0, 3)[::2], f"an iterator after one that was left takes {halves[2:]}: it must go on")
+    case("saved after 3 samples of the second epoch")
+    drawn, resumed = [*islice(sampler, 3)], answer.ResumableSampler(10, ranks=2, rank=0, seed=3)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    both, epochs = [*drawn, *islice(resumed, 10)], [order(10, epoch, 3)[::2] for epoch in (0, 1)]
+    require(both[3:] != epochs[0][3:], "the rest is of the first epoch's order: the state must say which epoch it is")
+    require(both == epochs[1], f"the epoch takes {both}, expected {epochs[1]}")
 
 
 def judge_epochs(answer: Answer, size: int, ranks: int) -> None:

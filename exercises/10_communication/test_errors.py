@@ -113,13 +113,14 @@ def judge_one_bit(
 
 
 def judge_error(name: str, found: Tensor, right: Tensor, before: Tensor, whole: Tensor, result: Tensor) -> None:
-    by_norm = whole - signs(whole, whole.norm() / len(whole) ** 0.5)
+    by_norm, by_most = (whole - signs(whole, by) for by in (whole.norm() / len(whole) ** 0.5, whole.abs().max()))
     alone = whole - before
     known = {
         "without the old error: it is to be added before the signs are taken": alone - signs(alone, alone.abs().mean()),
         "it is as before: what was missed belongs into it, in place": before,
         "all that was to be sent: what was sent is to be taken off": whole,
         "what was missed by signs times the root of the mean square: the scale is the mean magnitude": by_norm,
+        "what was missed by signs times the largest magnitude: the scale is the mean magnitude": by_most,
         "added to the old error, which was sent already": right + before,
         "0 where the sign is of 0, as if nothing was sent: its bit says +": torch.where(whole == 0, 0.0, right),
     }
@@ -180,12 +181,13 @@ def judge_power(
     bare = torch.stack(every).mean(0)
     forgetful = torch.linalg.qr(bare @ q)[0]
     raw = mean @ q
-    unit = raw / raw.norm(dim=0)
+    unit, small = raw / raw.norm(dim=0), raw / raw.norm()
     each = torch.stack([torch.linalg.qr(w @ q)[0] for w in whole]).mean(0)
     known = {
         "the exact mean: nothing is compressed": mean,
         "of the gradients alone: the error is to be added first": forgetful @ (forgetful.T @ bare),
         "P's columns are not orthonormal": raw @ (mean.T @ raw).T,
+        "P's columns are not orthonormal: the norm of all of P divides it": small @ (mean.T @ small).T,
         "the new q is a sum over ranks, not their mean": result * len(every),
         "the new q is this rank's own": p @ p.T @ whole[rank],
         "the new q is this rank's own: sum M' P over ranks before dividing": p @ p.T @ whole[rank] / len(every),

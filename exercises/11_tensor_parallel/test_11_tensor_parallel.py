@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.exchange import DTYPES, attached, numbers, of_ranks, sends, silent, total
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, own_memory, untouched
+from refimpl.grading.memory import Kept, let_go, own_memory, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
@@ -81,6 +81,9 @@ def test_leave(answer: Answer, group: WatchedGroup) -> None:
     x, kept = torch.ones(64, 64).requires_grad_(), Kept(group)
     y = answer.leave(x * 1, group.fresh())
     kept.judge(y.nbytes, "leave", "the sum alone may stay: backward needs nothing of x")
+    held = [y]
+    del y
+    let_go(held, "the sum that leave returns")
     case("numbers that do not add exactly")
     x = torch.randn(99, generator=torch.Generator().manual_seed(group.rank)).requires_grad_()
     sums = group.everyone(answer.leave(x, group.fresh()).detach())

@@ -11,7 +11,7 @@ from torch import Tensor
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.exchange import DTYPES, attached, numbers, of_ranks, sends, total
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, untouched
+from refimpl.grading.memory import Kept, let_go, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
@@ -42,6 +42,9 @@ def keeps_its_result(layer: Callable[[Tensor, WatchedGroup], Tensor], group: Wat
     x, kept = torch.ones(B, T, 64).requires_grad_(), Kept(group)
     y = layer(x * 1, group.fresh())
     kept.judge(y.nbytes, "forward", "the result alone may stay: backward needs nothing of x")
+    held = [y]
+    del y
+    let_go(held, "the result")
 
 
 @on_ranks(2, 3, 4)
@@ -122,9 +125,10 @@ def test_gathered_linear(answer: Answer, group: WatchedGroup) -> None:
         kept.judge(room, "forward", advice)
         equal(y.detach(), truth, "the result")
         sends(fresh, "forward", whole, "all_gather")
+        held = [y]
+        del y
         with untouched(the_gradient_that_arrives=grad, x=x, weight=weight):
-            y.backward(grad)
-        del y  # or the next case's memory is counted beside it
+            torch.autograd.backward(let_go(held, "the result"), grad)
         back = [g @ w for g, w in zip(grads, weights, strict=True)]
         known = {"this rank's part alone, not summed over the ranks": own(back[group.rank], group)}
         equal(x.grad, own(total(back), group), "the gradient of x", known=known, ranks=group.size)

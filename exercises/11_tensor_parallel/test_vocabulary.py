@@ -111,6 +111,12 @@ def test_vocab_cross_entropy(answer: Answer, group: WatchedGroup) -> None:
     spoilt[0, 0] = torch.nan
     found = answer.vocab_cross_entropy(spoilt.requires_grad_(), torch.zeros(4, dtype=torch.int64), first, group.fresh())
     require(found.isnan(), f"a logit is NaN, and the loss {found.item():g}: what went wrong before passes unnoticed")
+    case("backward twice, with retain_graph")
+    part = torch.randn(4, stop - first, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    found = attached(answer.vocab_cross_entropy(part, torch.arange(4), first, group.fresh()), "the loss")
+    once = torch.autograd.grad(found, part, retain_graph=True)[0].clone()
+    again = torch.equal(once, torch.autograd.grad(found, part)[0])
+    require(again, "the second backward gives another gradient: the first has changed what was kept, not a copy of it")
     case("no row counts")
     part = torch.randn(4, stop - first).requires_grad_()
     found = attached(answer.vocab_cross_entropy(part, torch.full((4,), -100), first, group.fresh()), "the loss")

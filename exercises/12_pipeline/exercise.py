@@ -183,7 +183,8 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) ->
     Its weight half is put off: backward appends to `later` a function that adds the gradients
     to weight.grad [o, i] and bias.grad [o], which may be None before, and which have no graph,
     like those that autograd makes. Each function is called once, in any order and at any time,
-    and lets go of all it has kept afterwards. Write a torch.autograd.Function that is applied
+    and lets go of all it has kept afterwards. Until then x and the gradient are kept, as they
+    are, and no copies. Write a torch.autograd.Function that is applied
     to x, weight and bias, so that autograd calls it also where x needs no gradient; then no
     gradient of x is computed. If weight and bias are frozen, nothing is put off.
     """

@@ -62,6 +62,7 @@ class Scene:
         """The gradients of this rank's layers, and the loss of every micro-batch."""
         model, losses = [Layers(s, dtype, self.words) for s in range(stages)], []
         for x, target, scale in zip(self.inputs, self.targets, self.scales, strict=True):
+            self.before = {n: p.grad.clone() for n, p in model[self.rank].named_parameters() if p.grad is not None}
             for layers in model:
                 x = layers(x).contiguous()
             losses.append(loss(x, target))
@@ -177,6 +178,9 @@ def judge_gradients(scene: Scene, micro: int) -> None:
         stages = scene.last + 1
         known = {"divided by the number of stages: the loss is multiplied by `scale` alone": truth / stages}
         known = known if stages > 1 else {}
+        if name in scene.before:
+            alone = truth - scene.before[name]
+            known["the last micro-batch's alone: gradients add up, whoever zeroes them does so between steps"] = alone
         known |= {"`scale` was left out: it multiplies the loss": truth * micro} if micro > 1 and scene.even else {}
         equal(p.grad, truth, what, parts=parts, known=known, rtol=rough, atol=rough / 10)
 

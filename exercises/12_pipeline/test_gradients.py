@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from refimpl.grading.compare import equal, require
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, own_memory, untouched
+from refimpl.grading.memory import Kept, let_go, own_memory, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, all_done, starts
 
@@ -203,6 +203,8 @@ def judge_weights(
 
 def judge_accumulation(answer: Answer) -> None:
     params, truth, one, other = (weights(torch.float32) for _ in range(4))
+    for p in (*params.values(), *truth.values()):
+        p.grad = torch.ones_like(p)  # of a micro-batch before
     later: list[Callable[[], None]] = []
     for k, own in enumerate((one, other)):
         torch.manual_seed(k)
@@ -221,6 +223,7 @@ def judge_accumulation(answer: Answer) -> None:
         assert last is not None
         assert total is not None
         known = {
+            "what was there before is lost: backward leaves weight.grad alone, and each half adds to it": total - 1,
             "that of the half called last alone: add to what is there": first,
             "the last micro-batch's alone": last,
             "the last micro-batch's twice: each weight half needs the x and the gradient of its own": 2 * last,
@@ -233,12 +236,14 @@ def judge_release(answer: Answer, group: WatchedGroup) -> None:
     later: list[Callable[[], None]] = []
     kept = Kept(group)
     x = torch.randn(256, 256, requires_grad=True)
-    y = answer.split_linear(x, weight, bias, later)
-    y.sum().backward()
+    output = let_go([answer.split_linear(x, weight, bias, later)], "the output")
+    kept.judge(x.nbytes, "between forward and backward it", "x itself, of which the product needs no copy, may stay")
+    torch.autograd.backward(output, torch.ones(1).expand(len(x), len(bias)))
     x.grad = None
-    del y
+    held = x.nbytes + len(x) * bias.nbytes
+    kept.judge(held, "between backward and the weight half it", "x itself and the gradient may stay, and no copy")
     later[0]()
-    del x
+    del x, output
     advice = "the function that was called still holds x or the gradient: clear what it keeps"
     kept.judge(weight.nbytes + bias.nbytes, "after the weight half it", advice)
     require(len(later) == 1, "`later` is the caller's: append to it, and take nothing away")

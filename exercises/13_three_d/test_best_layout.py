@@ -7,6 +7,7 @@ from typing import Any
 
 from refimpl.grading.compare import require
 from refimpl.grading.grade import on_ranks
+from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
 
@@ -62,7 +63,8 @@ def judge_layout(
     }
     allowed = [x for x in factors(gpus) if all(rule(*x) for rule in rules.values())]
     try:
-        found = answer.best_layout(gpus, node, model, memory, bytes_of, seconds_of)
+        with untouched(model=model):
+            found = answer.best_layout(gpus, node, model, memory, bytes_of, seconds_of)
     except ValueError as error:
         require(not allowed, f"there are {len(allowed)} layouts that fit, and yet: ValueError: {error}")
         return

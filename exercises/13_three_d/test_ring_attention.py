@@ -150,7 +150,13 @@ def judge_attended(found: Any, q: Tensor, k: Tensor, v: Tensor, positions: list[
         ),
         "padding was looked at: position -1 is smaller than all, and seen by nobody": of(where <= here),
         "padding looks at keys: as a query it gives 0": of((where >= 0) & ((where <= here) | (here < 0))),
+        "the mask is that of rank 0's queries: positions[group.rank] are this rank's": of(
+            (where >= 0) & (where <= positions[0][:, None])
+        ),
         "the parts are averaged: each weighs by its sum of exp(score)": (sum(parts) / ranks).to(q.dtype),
+        "scores are divided by the root of the number of tokens, not of the width D": of(
+            real & (where <= here), q[rank] * (q.shape[-1] / size) ** 0.5
+        ),
         "scores are not divided by sqrt(D)": of(real & (where <= here), q[rank] * q.shape[-1] ** 0.5),
         "a larger score came, and what earlier keys gave was not scaled down with their sum": stale(
             q, k, v, positions, rank

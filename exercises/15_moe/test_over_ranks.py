@@ -111,7 +111,13 @@ def test_agreed_capacity(answer: Answer, group: WatchedGroup) -> None:
             "the mean T: a fuller rank drops what it need not": math.ceil(factor * k * sum(each) / len(each) / experts),
         }
         if found != expected:
-            raise Wrong(next((s for s, n in wrong.items() if n == found), "the capacity is wrong"), *details)
+            raise Wrong(
+                next(
+                    (s for s, n in wrong.items() if n == found),
+                    f"the capacity is wrong: {found}, and ceil(factor k T / E) is {expected}",
+                ),
+                *details,
+            )
         sends_numbers(watched, "agreed_capacity", 1, "max")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from refimpl.grading.compare import Wrong, equal, require, rounded_once
 from refimpl.grading.exchange import DTYPES, attached, numbers
 from refimpl.grading.grade import on_ranks
-from refimpl.grading.memory import Kept, Largest, untouched
+from refimpl.grading.memory import Kept, Largest, let_go, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup, same_traffic
 
@@ -233,8 +233,8 @@ def judge_dispatch(answer: Answer, group: WatchedGroup, counts: list[Tensor], pa
     rows = parts[rank].mT.contiguous().mT.requires_grad_()
     mine, expected = counts[rank].clone(), exchanged(parts, counts, rank)
     kept = Kept(group)
-    with untouched(rows=rows, counts=mine):
-        given = rows * 1  # which nobody keeps but the answer
+    given = rows * 1  # which nobody keeps but the answer
+    with untouched(rows=given, counts=mine):
         arrived, sizes = several(answer.dispatch(given, mine, group), "arrived, sizes")
     del given
     room = expected.nbytes + 8 * len(mine)
@@ -255,9 +255,10 @@ def judge_dispatch(answer: Answer, group: WatchedGroup, counts: list[Tensor], pa
     oracle = as_traffic(group, counts, dtype, back=False, with_counts=True)
     judge_sent(group, oracle, "dispatch", dtype.itemsize)
     slopes = [numbers(*part.shape, seed=40 + r, dtype=dtype) for r, part in enumerate(parts)]
-    arriving = exchanged(slopes, counts, rank).mT.contiguous().mT
+    arriving, held = exchanged(slopes, counts, rank).mT.contiguous().mT, [attached(arrived, "what arrived")]
+    del arrived
     with untouched(the_gradient_that_arrives=arriving):
-        attached(arrived, "what arrived").backward(arriving)
+        torch.autograd.backward(let_go(held, "what arrived"), arriving)
     equal(rows.grad, slopes[rank], "the gradient of the rows", ranks=group.size)
     oracle = as_traffic(group, counts, dtype, back=True, with_counts=False)
     judge_sent(group, oracle, "backward of dispatch", dtype.itemsize)
@@ -283,17 +284,18 @@ def judge_given_back(answer: Answer, group: WatchedGroup, counts: list[Tensor], 
     answers = exchanged(parts, counts, rank).mT.contiguous().mT.requires_grad_()
     sizes = torch.stack([c.view(group.size, -1)[rank] for c in counts])
     kept = Kept(group)
-    with untouched(answers=answers, counts=mine, sizes=sizes):
-        given = answers * 1
+    given = answers * 1
+    with untouched(answers=given, counts=mine, sizes=sizes):
         found = answer.give_back(given, mine, sizes, group)
     del given
     kept.judge(parts[rank].nbytes, "give_back", "the rows that came back alone may stay, backward needs no answers")
     equal(found, parts[rank], "the rows that came back")
     judge_sent(group, as_traffic(group, counts, dtype, back=True, with_counts=False), "give_back", dtype.itemsize)
     slopes = [numbers(*part.shape, seed=60 + r, dtype=dtype) for r, part in enumerate(parts)]
-    arriving = slopes[rank].mT.contiguous().mT
+    arriving, held = slopes[rank].mT.contiguous().mT, [attached(found, "what came back")]
+    del found
     with untouched(the_gradient_that_arrives=arriving):
-        attached(found, "what came back").backward(arriving)
+        torch.autograd.backward(let_go(held, "what came back"), arriving)
     equal(answers.grad, exchanged(slopes, counts, rank), "the gradient of the answers", ranks=group.size)
     oracle = as_traffic(group, counts, dtype, back=False, with_counts=False)
     judge_sent(group, oracle, "backward of give_back", dtype.itemsize)

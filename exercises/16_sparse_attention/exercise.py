@@ -58,7 +58,8 @@ def block_lists(layout: Tensor) -> tuple[Tensor, Tensor]:
 
     The rows of all heads, one after the other. Row r of head h reads blocks[starts[h n + r] :
     starts[h n + r + 1]], in ascending order; a row may read nothing. starts ends with the
-    number of blocks present. No loop over rows: a layout has many thousands of them.
+    number of blocks present, which can be above 2^24: count in whole numbers. No loop over
+    rows: a layout has many thousands of them.
     """
     raise NotImplementedError("block_lists")
 

@@ -26,8 +26,9 @@ calls are to be counted `group.tally()`, which moves nothing, and `group.everyon
 of its own.
 
 A result can be right and the answer wrong: see that nothing more stays alive (`Kept`, begun before the answer makes
-anything), that a shard has memory of its own (`own_memory`), that inputs keep their values and order (`untouched`),
-that what is to be filled stays where it is (`in_place`), that bf16 travels as bf16 (`same_traffic(..., itemsize=2)`).
+anything), not even the result itself for a backward that needs none of it (`let_go`), that a shard has memory of its
+own (`own_memory`), that inputs keep their values and order (`untouched`), that what is to be filled stays where it is
+(`in_place`) and is filled there (`places`), that bf16 travels as bf16 (`same_traffic(..., itemsize=2)`).
 `torch.empty` gives NaN here, so that a padding nobody wrote is seen; so does a buffer of a transfer under way.
 
 Its oracle is refimpl, or the same sum made on one process; never a stored number. Whatever the learner's code does

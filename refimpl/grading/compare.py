@@ -58,7 +58,8 @@ def equal(
         require(is_ == should, f"{what} has {kind} {is_}, expected {should}")
     if close(found, expected, rtol, atol):
         return
-    reason = recognise(found, expected, ranks, known or {}, rtol, atol, parts) or "wrong values"
+    reason = recognise(found, expected, ranks, known or {}, rtol, atol, parts)
+    reason = reason or f"wrong values: {pattern(found, expected, rtol, atol)}"
     raise Wrong(f"{what}: {reason}", *difference(found, expected, rtol, atol))
 
 
@@ -109,14 +110,46 @@ def recognise(
     return next((s for s, guess in guesses.items() if torch.allclose(f, guess, rtol, atol)), "")
 
 
+def pattern(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> str:
+    """How values differ that no known mistake explains: by what, or where."""
+    f, e = found.detach().double().flatten(), expected.detach().double().flatten()
+    if len(f) == 1:
+        return f"{f.item():.6g}, expected {e.item():.6g}"
+    if torch.allclose(f.sort().values, e.sort().values, rtol, atol):
+        return "the right numbers in another order"
+    for kind, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
+        if torch.equal(f, f.to(kind).double()) and not torch.equal(e, e.to(kind).double()):
+            return f"none has more than the {bits} bits of {str(kind)[6:]}: are they rounded on the way?"
+    by = (f / e)[e != 0]
+    if len(by) > 1 and torch.allclose(f, by[0] * e, rtol, atol):
+        return f"each is {by[0].item():.6g}x the expected"
+    if torch.allclose(f - e, f[0] - e[0], rtol, atol):
+        return f"each is {abs(f[0] - e[0]).item():.6g} too {'large' if f[0] > e[0] else 'small'}"
+    wrong = different(found, expected, rtol, atol).nonzero().flatten()
+    first, last, count = int(wrong[0]), int(wrong[-1]), len(wrong)
+    if count == len(f):
+        return f"all {count} of them"
+    where = f"element {first}" if count == 1 else f"elements {first} to {last}"
+    if count == last - first + 1:
+        return f"{where} of {len(f)}, and no others"
+    return f"{count} of {len(f)}, from element {first} on"
+
+
+def different(found: Tensor, expected: Tensor, rtol: float, atol: float) -> Tensor:
+    """Which elements of the two, flattened, differ: bool [n]."""
+    f, e = found.detach().flatten(), expected.detach().flatten()
+    if not e.is_floating_point():
+        return f != e
+    return ~torch.isclose(f.double(), e.double(), rtol, atol, equal_nan=True)
+
+
 def difference(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> list[str]:
     """Lines that show both around the first differing element."""
     f, e = found.detach().flatten(), expected.detach().flatten()
-    exact = not e.is_floating_point()
-    same = f == e if exact else torch.isclose(f.double(), e.double(), rtol, atol, equal_nan=True)
-    first = int((~same).nonzero()[0])
+    wrong = different(found, expected, rtol, atol)
+    first = int(wrong.nonzero()[0])
     start = max(0, min(first - 1, len(f) - SHOWN))
-    lines = [f"first difference at element {first} of {len(f)}, {int((~same).sum())} differ"]
+    lines = [f"first difference at element {first} of {len(f)}, {int(wrong.sum())} differ"]
     return lines + [f"  {name} {_values(t, start)}" for name, t in (("expected", e), ("found   ", f))]
 
 

@@ -9,12 +9,14 @@ import copy
 import gc
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,6 +76,16 @@ def soon(holds: Callable[[], bool]) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def let_go(held: list[Tensor], what: str) -> GradientEdge:
+    """Empty a list that alone has one result: Wrong if backward keeps that too. -> where to go backward from.
+
+    `Kept` does not see a result that an autograd.Function saves: the copy that autograd makes of it has no Python.
+    """
+    edge, memory = get_gradient_edge(held[0]), weakref.ref(held.pop().untyped_storage())
+    require(soon(lambda: memory() is None), f"{what} stays alive for backward, which needs nothing of it: save less")
+    return edge
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -154,6 +154,19 @@ def not_too_early(events: Sequence[Event], buckets: Sequence[Sequence[str]], op:
     for number, (at, bucket) in enumerate(zip(launches, buckets, strict=False)):
         if late := ", ".join(name for i, name in marks if name in bucket and i > at):
             raise Wrong(f"bucket {number} is launched before the gradient of {late} is there: wait for this backward's")
+
+
+def places(group: Group, op: str, which: Literal["out", "x"]) -> list[int]:
+    """Where in memory lies what `op` of this group, called as op(out, x), reads or fills from now on."""
+    found: list[int] = []
+    call = getattr(group, op)
+
+    def called(out: Tensor, x: Tensor, *args: Any, **options: Any) -> Any:
+        found.append((out if which == "out" else x).data_ptr())
+        return call(out, x, *args, **options)
+
+    setattr(group, op, called)
+    return found
 
 
 def mark_gradients(model: nn.Module, ledger: Ledger) -> None:

@@ -21,7 +21,11 @@ RIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
         (-RIGHT, "every sign is wrong"),
         (RIGHT / 0, "NaN or Inf"),
         (RIGHT.flip(0), "the order is reversed"),
-        (RIGHT + 1, "y: wrong values"),
+        (RIGHT + 1, "y: wrong values: each is 1 too large"),
+        (RIGHT * 1.5, "y: wrong values: each is 1.5x the expected"),
+        (RIGHT[[1, 0, 2, 3]], "y: wrong values: the right numbers in another order"),
+        (torch.tensor([1.0, 2.0, 5.0, 7.0]), "y: wrong values: elements 2 to 3 of 4, and no others"),
+        (torch.tensor([2.0, 2.0, 5.0, 4.0]), "y: wrong values: 2 of 4, from element 0 on"),
         (None, "y is None: is there a `return`?"),
         ([1.0], "y is a list: a tensor is expected"),
         (RIGHT[:3], r"y has shape (3,), expected (4,)"),
@@ -39,6 +43,14 @@ def test_what_differs_by_rounding_is_equal() -> None:
     equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]), "y")
     with pytest.raises(Wrong, match="y: wrong values"):  # no fault of the NaN, which is expected
         equal(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 2.0]), "y")
+
+
+def test_what_no_known_mistake_explains_is_described() -> None:
+    with pytest.raises(Wrong, match="y: wrong values: 3, expected 2"):
+        equal(torch.tensor([3.0]), torch.tensor([2.0]), "y")
+    exact = torch.tensor([1.0, 1.001, 1 / 3])
+    with pytest.raises(Wrong, match="none has more than the 8 bits of bfloat16: are they rounded on the way"):
+        equal(exact.bfloat16().float(), exact, "y")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

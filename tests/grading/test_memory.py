@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from refimpl.comm.group import Group
 from refimpl.grading.compare import Wrong
-from refimpl.grading.memory import Kept, alive, in_place, own_memory, storage_bytes, untouched
+from refimpl.grading.memory import Kept, alive, in_place, let_go, own_memory, storage_bytes, untouched
 
 SIZE = 1000  # elements: 4,000 bytes, more than Kept overlooks
 
@@ -121,3 +122,26 @@ def test_new_memory_is_told_from_new_values() -> None:
         one.add_(1)
     with pytest.raises(Wrong, match=r"both\[1\] lies in other memory"), in_place(x=one, both=[one, other]):
         other.data = one + 1
+
+
+class Doubled(torch.autograd.Function):
+    """Saves its result, if told to, which backward does not need."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saves: bool) -> Tensor:
+        out = 2 * x
+        ctx.save_for_backward(*[out] * saves)
+        return out.view(out.shape)  # of a view its base counts too
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return 2 * grad, None
+
+
+def test_a_result_that_is_saved_for_backward_is_found() -> None:
+    x = torch.ones(SIZE, requires_grad=True)
+    torch.autograd.backward(let_go([Doubled.apply(x, False)], "the result"), torch.ones(SIZE))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((SIZE,), 2.0))
+    with pytest.raises(Wrong, match="the result stays alive for backward"):
+        let_go([Doubled.apply(x, True)], "the result")

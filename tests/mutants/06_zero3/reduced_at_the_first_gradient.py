@@ -1,7 +1,7 @@
 """Reduces when one gradient of the module is there, not all.
 
 task: Zero3
-says: reduce-scatters, expected
+says: a module is freed inside its backward
 says: wait for the last gradient of each module
 """
 
