@@ -194,9 +194,9 @@ def test_cross_attention_is_never_sparse() -> None:
 
 @hf
 def test_a_model_whose_attention_is_its_own_is_refused() -> None:
-    """transformers logs that of GPT-J, and goes on as before. BigBird-Pegasus knows the future by a mask alone."""
+    """XGLM's is (GPT-J's until transformers 5.24). BigBird-Pegasus knows the future by a mask alone."""
     transformers: Any = importlib.import_module("transformers")
-    config = transformers.GPTJConfig(vocab_size=99, n_embd=32, n_head=4, n_layer=2, n_positions=40, rotary_dim=4)
+    config = transformers.XGLMConfig(vocab_size=99, d_model=32, ffn_dim=8, num_layers=1, attention_heads=4)
     by_mask = transformers.BigBirdPegasusConfig(
         vocab_size=99,
         d_model=32,
@@ -206,7 +206,7 @@ def test_a_model_whose_attention_is_its_own_is_refused() -> None:
         is_encoder_decoder=False,
     )
     for model, says in [
-        (transformers.GPTJModel(config), "no attention of GPTJModel is called through transformers'"),
+        (transformers.XGLMModel(config), "no attention of XGLMModel is called through transformers'"),
         (transformers.BigBirdPegasusForCausalLM(by_mask), "BigBirdPegasusForCausalLM must be told more than causality"),
     ]:
         with pytest.raises(ValueError, match=says):
