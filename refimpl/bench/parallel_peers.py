@@ -39,6 +39,7 @@ SCHEDULES = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zb-h1": "ScheduleInterleavedZeroBubble",
     "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
 }
 ONE_STAGE = ("gpipe", "1f1b")  # torch's classes that take a stage, not a list of them
 

@@ -16,7 +16,7 @@ TINY = Workload(
     width=32, layers=4, batch=2, context=8, micro_batches=4, sequence=32, turns=Turns(turns=1, steps=2, warm_up=1)
 )
 HEATS = [
-    pytest.param(axis, kind, 2, marks=worlds.ZB_V if kind == "zb-v" else ())
+    pytest.param(axis, kind, 2, marks=worlds.ZB_V if kind in ("zb-v", "dualpipe-v") else ())
     for axis, kinds in KINDS.items()
     for kind in kinds
 ]
