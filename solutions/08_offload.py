@@ -181,8 +181,8 @@ class DelayedUpdate:
 
         Nobody waits for the one that begins. The caller may set gradients to zero, or to None,
         at once: kept is one copy, and nothing of the model's own. A parameter without a
-        gradient is not updated. What the optimizer raised is
-        raised by the next call, here or in `finish`.
+        gradient is not updated. What the optimizer raised is raised by the next call, here or
+        in `finish`.
         """
         self.finish()
         for master, p in zip(self.masters, self.params, strict=True):

@@ -184,8 +184,8 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor, later: list[Later]) ->
     to weight.grad [o, i] and bias.grad [o], which may be None before, and which have no graph,
     like those that autograd makes. Each function is called once, in any order and at any time,
     and lets go of all it has kept afterwards. Until then x and the gradient are kept, as they
-    are, and no copies. Write a torch.autograd.Function that is applied
-    to x, weight and bias, so that autograd calls it also where x needs no gradient; then no
-    gradient of x is computed. If weight and bias are frozen, nothing is put off.
+    are, and no copies. Write a torch.autograd.Function that is applied to x, weight and bias,
+    so that autograd calls it also where x needs no gradient; then no gradient of x is
+    computed. If weight and bias are frozen, nothing is put off.
     """
     raise NotImplementedError("split_linear")
