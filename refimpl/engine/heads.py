@@ -18,29 +18,41 @@ from typing import Any
 
 from torch import nn
 
+from refimpl.comm.group import Group
 from refimpl.engine.configuration.keys import ConfigError
 
 BY_HEADS, MARK = "per_head_muon", "muon_num_heads"  # of the section, and of a parameter, as in DeepSpeed
+OURS = "muon_heads_found"  # what `mark_heads` has written into a mark, and not the script
 QUERIES, KEYS = ("q_proj", "query", "wq"), ("k_proj", "key", "wk", "v_proj", "value", "wv")
 LATENT_QUERIES, LATENT_KEYS = ("q_b_proj",), ("kv_b_proj",)
 WHOLE = ("qkv_proj", "query_key_value", "c_attn", "in_proj_qkv", "wqkv", "q_a_proj", "kv_a_proj")
 HEADS, KEY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")
 
 
-def mark_heads(model: nn.Module) -> None:
+def mark_heads(model: nn.Module, pipeline: Group) -> None:
     """Tell Muon, by `parameter.muon_num_heads`, which matrices have heads. What has that mark keeps it.
 
-    ConfigError if there is none.
+    ConfigError if there is none, on no stage of `pipeline`. A collective of it.
     """
     for name, heads in heads_found(model).items():
         if not hasattr(p := model.get_parameter(name), MARK):
             setattr(p, MARK, heads)
-    if not any(hasattr(p, MARK) for p in model.parameters()):
+            setattr(p, OURS, heads)
+    if not any(pipeline.all_gather_object(any(hasattr(p, MARK) for p in model.parameters()))):
         raise ConfigError(
             f"optimizer.params.{BY_HEADS} = true: no matrix of {type(model).__name__} is known to have heads: its "
             f"`config` must say num_attention_heads, and projections be named q_proj, k_proj, ...; else mark them "
             f"yourself, parameter.{MARK} = 8"
         )
+
+
+def forget_heads(model: nn.Module) -> None:
+    """Take away what an earlier engine's `mark_heads` has found, which this one may not want."""
+    for p in model.parameters():
+        if hasattr(p, OURS):
+            if getattr(p, MARK, None) == getattr(p, OURS):
+                delattr(p, MARK)
+            delattr(p, OURS)
 
 
 def heads_found(model: nn.Module) -> dict[str, int]:
