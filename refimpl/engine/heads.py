@@ -8,8 +8,8 @@ step of its own. Traffic and memory are those of Muon.
     k_proj, v_proj, key, ...     heads of keys, with as many rows
     q_b_proj, kv_b_proj          of latent attention (DeepSeek-V2): nope + rope rows, nope + value rows a head
 
-A name proposes, the model's `config` has the numbers, and the shape confirms: rows = heads * rows of a head. Fused
-projections, down-projections and the output's (whose heads are columns) stay whole.
+A name proposes, the model's `config` has the numbers (of Kimi's linear attention its module), and the shape confirms:
+rows = heads * rows of a head. Fused projections, ways down and the output's (whose heads are columns) stay whole.
 DeepSpeed: deepspeed/__init__.py, `set_optimizer_flags`, since 0.19.8.
 """
 
@@ -26,6 +26,7 @@ OURS = "muon_heads_found"  # what `mark_heads` has written into a mark, and not 
 QUERIES, KEYS = ("q_proj", "query", "wq"), ("k_proj", "key", "wk", "v_proj", "value", "wv")
 LATENT_QUERIES, LATENT_KEYS = ("q_b_proj",), ("kv_b_proj",)
 WHOLE = ("qkv_proj", "query_key_value", "c_attn", "in_proj_qkv", "wqkv", "q_a_proj", "kv_a_proj")
+LINEAR = ("KimiDeltaAttention",)  # has heads of its own, beside those of the config
 HEADS, KEY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")
 
 
@@ -62,17 +63,21 @@ def heads_found(model: nn.Module) -> dict[str, int]:
     found = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p.ndim == 2 and name.endswith(".weight"):
-            leaf = name.split(".")[-2].lower()
-            heads = next((heads for heads, width in proposed(leaf, config) if p.shape[0] == heads * width), None)
+            owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+            told = proposed(leaf.lower(), config, model.get_submodule(owner))
+            heads = next((heads for heads, width in told if p.shape[0] == heads * width), None)
             if heads is not None:
                 found[name] = heads
     return found
 
 
-def proposed(leaf: str, config: Any) -> Iterator[tuple[int, int]]:
-    """(heads, rows of each) that a layer of this name may have."""
+def proposed(leaf: str, config: Any, owner: Any = None) -> Iterator[tuple[int, int]]:
+    """(heads, rows of each) that a layer of this name may have, in the module `owner`."""
     heads = first_of(config, HEADS)
     if heads is None or leaf.startswith(WHOLE):
+        return
+    if type(owner).__name__ in LINEAR and leaf.startswith(QUERIES + KEYS):
+        yield owner.num_heads, owner.head_dim
         return
     nope, rope, value = (getattr(config, f"{part}_head_dim", None) for part in ("qk_nope", "qk_rope", "v"))
     hidden = getattr(config, "hidden_size", None) or 0

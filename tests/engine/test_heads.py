@@ -135,3 +135,32 @@ def test_a_second_engine_without_the_key_moves_wholes() -> None:
         refimpl.initialize(model=model, config={"train_batch_size": 1, "optimizer": muon})[0].destroy()
         marked = {name for name, p in model.named_parameters() if hasattr(p, "muon_num_heads")}
         assert marked == {"mlp.weight", *(["q_proj.weight", "k_proj.weight", "v_proj.weight"] if by_heads else [])}
+
+
+class KimiDeltaAttention(nn.Module):
+    """4 heads of 8, and, as it would never be, rows for the 2 heads of 12 that the model's config tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 8
+        self.q_proj, self.v_proj, self.o_proj = nn.Linear(32, 32), nn.Linear(32, 24), nn.Linear(32, 32)
+
+
+def test_linear_attention_has_its_own_heads_as_in_deepspeed() -> None:
+    model = nn.Module()
+    model.attn = KimiDeltaAttention()
+    model.config = SimpleNamespace(num_attention_heads=2, hidden_size=32, head_dim=12)  # type: ignore[assignment]
+    assert heads_found(model) == {"attn.q_proj.weight": 4}
+
+
+def cut() -> str:
+    """Runs on both tensor ranks: what is wrong."""
+    muon = {"type": "Muon", "params": {"per_head_muon": True}}
+    settings = {"train_batch_size": 1, "optimizer": muon, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(ConfigError) as error:
+        refimpl.initialize(model=Attention(), config=settings)
+    return str(error.value)
+
+
+def test_tensor_ranks_hear_that_muon_is_not_for_them() -> None:
+    assert all("optimizer.type Muon: tensor ranks have parts" in said for said in run(cut, ranks=2))
