@@ -108,7 +108,7 @@ def build(
             parameters = here = found_again(model, named)
             if isinstance(optimizer, Optimizer):
                 hand_over(optimizer, here)
-        mark_hidden(model, settings.optimizer)
+        mark_hidden(model, settings.optimizer, axes)
         is_part = axes.pipeline.size > 1 or shared > 1
         opt = make_optimizer(optimizer, settings.optimizer, trainable(model, parameters, is_part))
     stage, axes = make_stage(model, opt, settings, axes, experts)

@@ -22,7 +22,7 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,6 @@ from refimpl.engine.build import Parts
 from refimpl.engine.compressed import Clock
 from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.precision import autocast, dtypes_told, in_half
-from refimpl.engine.python_gc import COLLECTOR
 from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.saved import Saved
 from refimpl.engine.saving.module_state import ModuleState
@@ -66,7 +65,7 @@ class Engine(Saved, ModuleState):
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
         self.trial = Trial(parts.config.autotuning, self.device, self.axes.world.rank)
-        self.pausing = COLLECTOR.pause(self) if parts.config.disable_python_gc else None
+        self.resume_python_gc: Callable[[], object] | None = None  # set by `initialize`
         self.compressed = Clock(parts.model, parts.config.compression_training)
         self._tell_time()
 
@@ -240,8 +239,8 @@ class Engine(Saved, ModuleState):
         if self.saving.unheard:
             checkpoint.wait(self)
         self.stage.release(in_shards=True)
-        if self.pausing is not None:
-            self.pausing()
+        if self.resume_python_gc is not None:
+            self.resume_python_gc()
 
     def collect_python_gc(self) -> int:
         """Look for garbage in cycles now, as with `disable_python_gc` nobody else does. How many objects went."""

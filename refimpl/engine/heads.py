@@ -8,8 +8,8 @@ step of its own. Traffic and memory are those of Muon.
     k_proj, v_proj, key, ...     heads of keys, with as many rows
     q_b_proj, kv_b_proj          of latent attention (DeepSeek-V2): nope + rope rows, nope + value rows a head
 
-A name proposes, the model's `config` has the numbers, and the shape confirms: rows = heads * rows of a head. Fused
-projections, down-projections and the output's (whose heads are columns) stay whole.
+A name proposes, the model's `config` has the numbers (of Kimi's linear attention its module), and the shape confirms:
+rows = heads * rows of a head. Fused projections, ways down and the output's (whose heads are columns) stay whole.
 DeepSpeed: deepspeed/__init__.py, `set_optimizer_flags`, since 0.19.8.
 """
 
@@ -18,29 +18,42 @@ from typing import Any
 
 from torch import nn
 
+from refimpl.comm.group import Group
 from refimpl.engine.configuration.keys import ConfigError
 
 BY_HEADS, MARK = "per_head_muon", "muon_num_heads"  # of the section, and of a parameter, as in DeepSpeed
+OURS = "muon_heads_found"  # what `mark_heads` has written into a mark, and not the script
 QUERIES, KEYS = ("q_proj", "query", "wq"), ("k_proj", "key", "wk", "v_proj", "value", "wv")
 LATENT_QUERIES, LATENT_KEYS = ("q_b_proj",), ("kv_b_proj",)
 WHOLE = ("qkv_proj", "query_key_value", "c_attn", "in_proj_qkv", "wqkv", "q_a_proj", "kv_a_proj")
+LINEAR = ("KimiDeltaAttention",)  # has heads of its own, beside those of the config
 HEADS, KEY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")
 
 
-def mark_heads(model: nn.Module) -> None:
+def mark_heads(model: nn.Module, pipeline: Group) -> None:
     """Tell Muon, by `parameter.muon_num_heads`, which matrices have heads. What has that mark keeps it.
 
-    ConfigError if there is none.
+    ConfigError if there is none, on no stage of `pipeline`. A collective of it.
     """
     for name, heads in heads_found(model).items():
         if not hasattr(p := model.get_parameter(name), MARK):
             setattr(p, MARK, heads)
-    if not any(hasattr(p, MARK) for p in model.parameters()):
+            setattr(p, OURS, heads)
+    if not any(pipeline.all_gather_object(any(hasattr(p, MARK) for p in model.parameters()))):
         raise ConfigError(
             f"optimizer.params.{BY_HEADS} = true: no matrix of {type(model).__name__} is known to have heads: its "
             f"`config` must say num_attention_heads, and projections be named q_proj, k_proj, ...; else mark them "
             f"yourself, parameter.{MARK} = 8"
         )
+
+
+def forget_heads(model: nn.Module) -> None:
+    """Take away what an earlier engine's `mark_heads` has found, which this one may not want."""
+    for p in model.parameters():
+        if hasattr(p, OURS):
+            if getattr(p, MARK, None) == getattr(p, OURS):
+                delattr(p, MARK)
+            delattr(p, OURS)
 
 
 def heads_found(model: nn.Module) -> dict[str, int]:
@@ -50,17 +63,21 @@ def heads_found(model: nn.Module) -> dict[str, int]:
     found = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p.ndim == 2 and name.endswith(".weight"):
-            leaf = name.split(".")[-2].lower()
-            heads = next((heads for heads, width in proposed(leaf, config) if p.shape[0] == heads * width), None)
+            owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+            told = proposed(leaf.lower(), config, model.get_submodule(owner))
+            heads = next((heads for heads, width in told if p.shape[0] == heads * width), None)
             if heads is not None:
                 found[name] = heads
     return found
 
 
-def proposed(leaf: str, config: Any) -> Iterator[tuple[int, int]]:
-    """(heads, rows of each) that a layer of this name may have."""
+def proposed(leaf: str, config: Any, owner: Any = None) -> Iterator[tuple[int, int]]:
+    """(heads, rows of each) that a layer of this name may have, in the module `owner`."""
     heads = first_of(config, HEADS)
     if heads is None or leaf.startswith(WHOLE):
+        return
+    if type(owner).__name__ in LINEAR and leaf.startswith(QUERIES + KEYS):
+        yield owner.num_heads, owner.head_dim
         return
     nope, rope, value = (getattr(config, f"{part}_head_dim", None) for part in ("qk_nope", "qk_rope", "v"))
     hidden = getattr(config, "hidden_size", None) or 0

@@ -26,6 +26,7 @@ from refimpl.engine.dualpipe_v import DualPipeVEngine
 from refimpl.engine.engine import Engine
 from refimpl.engine.layout import AXIS_KEYS, axes_asked
 from refimpl.engine.pipeline import PipelineEngine
+from refimpl.engine.python_gc import COLLECTOR
 from refimpl.engine.trained import MakeOptimizer, Parameters
 from refimpl.parallel.pipeline.module import PipelineModule
 
@@ -82,6 +83,8 @@ def initialize(
     is_cut = mpu is not None and not size  # tp_model_init has left the cut to this call, also along an mpu's groups
     parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, is_cut)
     engine = kind_of(parts.model)(parts)
+    if engine.config.disable_python_gc:  # last: an engine that is refused leaves the collector on
+        engine.resume_python_gc = COLLECTOR.pause(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from refimpl.comm.axes import Axes
 from refimpl.engine.configuration import arguments
 from refimpl.engine.configuration.arguments import flag
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.sections import Optimizer as OptimizerSection
 from refimpl.engine.configuration.sections import Scheduler as SchedulerSection
-from refimpl.engine.heads import BY_HEADS, mark_heads
+from refimpl.engine.heads import BY_HEADS, forget_heads, mark_heads
 from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.flat import groups_of
@@ -122,7 +123,7 @@ def named_optimizer(name: str, parameters: list[Any], params: Mapping[str, Any])
     return checked("optimizer", make, parameters, options)
 
 
-def mark_hidden(model: nn.Module, section: OptimizerSection | None) -> None:
+def mark_hidden(model: nn.Module, section: OptimizerSection | None, axes: Axes) -> None:
     """Where the file names Muon: which parameters are its own and which AdamW's, by their names, as in DeepSpeed.
 
     What has a mark, `parameter.use_muon`, keeps it. DeepSpeed goes by the first name of what is tied, which is GPT-2's
@@ -135,8 +136,10 @@ def mark_hidden(model: nn.Module, section: OptimizerSection | None) -> None:
     for _, p in named:
         if not hasattr(p, "use_muon"):
             p.use_muon = p.ndim > 1 and p not in outer  # type: ignore[attr-defined]
-    if flag(f"optimizer.params.{BY_HEADS}", section.params.get(BY_HEADS, False)):
-        mark_heads(model)
+    forget_heads(model)
+    by_heads = flag(f"optimizer.params.{BY_HEADS}", section.params.get(BY_HEADS, False))
+    if by_heads and axes.tensor.size == 1:  # tensor ranks have parts of heads: `check_whole` refuses Muon for them
+        mark_heads(model, axes.pipeline)
 
 
 def make_scheduler(client: Any | None, section: SchedulerSection | None, optimizer: Optimizer) -> Any | None:

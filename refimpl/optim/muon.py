@@ -85,8 +85,8 @@ class Muon(Base):
         told = param_group.get("use_muon")
         kinds = [is_hidden(p) if told is None else bool(told) for p in tensors]
         for p, kind in zip(tensors, kinds, strict=True):
-            if kind and p.ndim > 1 and p.shape[-2] % heads_of(p):
-                raise ValueError(f"Muon: muon_num_heads={heads_of(p)} does not divide the rows of {tuple(p.shape)}")
+            if kind and not has_heads(p, heads := heads_of(p)):
+                raise ValueError(f"Muon: muon_num_heads={heads!r} does not divide the rows of {tuple(p.shape)}")
         vectors = [tuple(p.shape) for p, kind in zip(tensors, kinds, strict=True) if kind and p.ndim < 2]
         if vectors:
             raise ValueError(f"Muon: a parameter of shape {vectors[0]} is no matrix: give it use_muon=False")
@@ -149,6 +149,11 @@ def is_hidden(p: Tensor) -> bool:
 def heads_of(p: Tensor) -> int:
     """As how many matrices, one below the other, p is moved: as its attribute `muon_num_heads` says, else one."""
     return getattr(p, "muon_num_heads", None) or 1
+
+
+def has_heads(p: Tensor, heads: Any) -> bool:
+    """Whether p can be so many matrices one below the other. A convolution is one alone."""
+    return heads == 1 or (type(heads) is int and heads > 0 and p.ndim in (2, 3) and p.shape[-2] % heads == 0)
 
 
 def made(u: Tensor, heads: int = 1) -> Tensor:

@@ -187,3 +187,37 @@ def test_a_rank_that_computes_wrongly_has_the_weights_of_all(stage: type[Stage])
     assert (right[1], found[0][1]) == ([True] * 3, [True, False, False])
     of_two = [{micro, (micro - 1) % 3} for micro, same in enumerate(found[0][1]) if not same]
     assert set.intersection(*of_two) == {1}
+
+
+class Faulty(torch.optim.SGD):
+    """Rank 0 gets the first number of what it updates wrong."""
+
+    elementwise = True  # so that a stage takes it
+
+    def step(self, closure: Any = None) -> Any:
+        """Torch's, and the mistake."""
+        super().step(closure)
+        if Group.world().rank == 0:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].view(-1)[0] += 1
+        return None
+
+
+def with_one_that_updates_wrongly(stage: type[Stage]) -> tuple[Tensor, Tensor]:
+    """Runs on every rank: its weight after a step of such an optimizer, and after a right one."""
+    model = nn.Sequential(nn.Linear(5, 3, bias=False))
+    right = torch.ones(3, 5) - 0.1
+    with torch.no_grad():
+        model[0].weight.fill_(1)
+    trained = stage(model, Faulty(model.parameters(), lr=0.1), Group.world())
+    trained.backward(model(torch.eye(5)).sum())
+    trained.step()
+    return trained.full_parameter("0.weight"), right
+
+
+@pytest.mark.parametrize("stage", [DDP, Zero1, Zero3])
+def test_an_update_that_is_wrong_stays_where_it_is_made_only_under_ddp(stage: type[Stage]) -> None:
+    found = run(with_one_that_updates_wrongly, stage, ranks=3)
+    assert [torch.allclose(weight, right) for weight, right in found] == (
+        [False, True, True] if stage is DDP else [False] * 3
+    )

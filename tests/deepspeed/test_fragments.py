@@ -241,3 +241,16 @@ def frozen(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_of_what_is_frozen_there_is_nothing_as_in_deepspeed(stage: int) -> None:
     worlds.run(frozen, stage, ranks=2)
+
+
+def in_double() -> bool:
+    engine = deepspeed.initialize(
+        model=nn.Linear(1, 2).double(), config={"train_batch_size": 2, "optimizer": {"type": "Adam"}}
+    )[0]
+    engine.backward(engine(torch.full((1, 1), 1 / 3, dtype=torch.float64)).sum())
+    weight = next(engine.module.parameters())
+    return torch.equal(utils.safe_get_local_grad(weight), utils.safe_get_full_grad(weight).flatten())
+
+
+def test_a_fragment_of_an_fp64_gradient_is_exact() -> None:
+    assert worlds.run(in_double, ranks=2) == [True, True]

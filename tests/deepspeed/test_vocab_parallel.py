@@ -163,3 +163,31 @@ def swapped() -> Tensor:
 
 def test_a_batch_of_messages() -> None:
     assert [x.tolist() for x in run(swapped, ranks=2)] == [[1] * 3, [0] * 3]
+
+
+def lonely() -> None:
+    """Runs on each of 2 ranks: a call that says only who shares the vocabulary, or nobody at all."""
+    logits, targets = whole()
+    with pytest.raises(ValueError, match="give sp_group"):
+        vocab_sequence_parallel_cross_entropy(logits, targets, None, dist.group.WORLD)
+    own = vocab_sequence_parallel_cross_entropy(logits, targets, None, reduction="sum", gather_sequence_loss=False)
+    torch.testing.assert_close(own, expected("sum")[0])
+
+
+def test_without_a_group_of_its_own_no_rank_is_of_the_sequence() -> None:
+    run(lonely, ranks=2)
+
+
+def small() -> Tensor:
+    """Runs on every rank: the loss of targets that a loader keeps in a byte each."""
+    logits, targets = whole()
+    words = targets.masked_fill(targets == -100, 255).to(torch.uint8)
+    mine = logits.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
+    return vocab_parallel_cross_entropy(mine, words, dist.group.WORLD, ignore_index=255)
+
+
+def test_targets_of_any_integers() -> None:
+    loss, _ = expected("mean")
+    torch.testing.assert_close(run(small, ranks=2), [loss, loss])
+    logits, targets = whole()
+    torch.testing.assert_close(vocab_parallel_cross_entropy(logits, targets.int()), loss)

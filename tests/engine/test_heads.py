@@ -10,6 +10,7 @@ from training import differing
 from worlds import run
 
 import refimpl
+from refimpl.deepspeed.pipe import PipelineModule
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.heads import heads_found
 
@@ -104,3 +105,62 @@ def test_asked_for_where_nothing_has_heads_it_is_an_error() -> None:
     muon["params"]["per_head_muon"] = "often"
     with pytest.raises(ConfigError, match=r"optimizer\.params\.per_head_muon"):
         refimpl.initialize(model=nn.Linear(8, 8), config=settings)
+
+
+def staged(by_hand: bool) -> str:
+    """Runs on every stage: what is wrong with heads on the first one, or, without the marks, on none."""
+    first = nn.Linear(8, 8)
+    if by_hand:
+        first.weight.muon_num_heads = 2  # type: ignore[assignment]
+    model = PipelineModule([first, nn.Linear(8, 8)], 2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    muon = {"type": "Muon", "params": {"per_head_muon": True}}
+    try:
+        refimpl.initialize(model=model, config={"train_batch_size": 1, "optimizer": muon})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pipelines_stage_may_have_no_heads() -> None:
+    assert run(staged, True, ranks=2) == ["", ""]
+    assert all("no matrix of PipelineModule" in said for said in run(staged, False, ranks=2))
+
+
+def test_a_second_engine_without_the_key_moves_wholes() -> None:
+    """What the first one found out is forgotten, what a script has marked is not."""
+    model = Attention()
+    model.mlp.weight.muon_num_heads = 3  # type: ignore[assignment]
+    for by_heads in (True, True, False):
+        muon = {"type": "Muon", "params": {"per_head_muon": by_heads}}
+        refimpl.initialize(model=model, config={"train_batch_size": 1, "optimizer": muon})[0].destroy()
+        marked = {name for name, p in model.named_parameters() if hasattr(p, "muon_num_heads")}
+        assert marked == {"mlp.weight", *(["q_proj.weight", "k_proj.weight", "v_proj.weight"] if by_heads else [])}
+
+
+class KimiDeltaAttention(nn.Module):
+    """4 heads of 8, and, as it would never be, rows for the 2 heads of 12 that the model's config tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 8
+        self.q_proj, self.v_proj, self.o_proj = nn.Linear(32, 32), nn.Linear(32, 24), nn.Linear(32, 32)
+
+
+def test_linear_attention_has_its_own_heads_as_in_deepspeed() -> None:
+    model = nn.Module()
+    model.attn = KimiDeltaAttention()
+    model.config = SimpleNamespace(num_attention_heads=2, hidden_size=32, head_dim=12)  # type: ignore[assignment]
+    assert heads_found(model) == {"attn.q_proj.weight": 4}
+
+
+def cut() -> str:
+    """Runs on both tensor ranks: what is wrong."""
+    muon = {"type": "Muon", "params": {"per_head_muon": True}}
+    settings = {"train_batch_size": 1, "optimizer": muon, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(ConfigError) as error:
+        refimpl.initialize(model=Attention(), config=settings)
+    return str(error.value)
+
+
+def test_tensor_ranks_hear_that_muon_is_not_for_them() -> None:
+    assert all("optimizer.type Muon: tensor ranks have parts" in said for said in run(cut, ranks=2))

@@ -1,6 +1,7 @@
 """`disable_python_gc`: garbage is looked for when asked, from the first engine that says so to the end of the last."""
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from torch import nn
 
 import refimpl
+from refimpl.comm.group import Group
+from refimpl.parallel.pipeline.module import PipelineModule
 
 
 @pytest.fixture(autouse=True)
@@ -46,4 +49,22 @@ def test_cycles_go_when_the_engine_is_told() -> None:
     assert gone() is not None
     assert engine.collect_python_gc() > 0
     assert gone() is None
+    engine.destroy()
+
+
+def test_an_engine_that_is_refused_leaves_it_on() -> None:
+    pipeline = PipelineModule([nn.Linear(2, 2)], Group.world(), nn.functional.mse_loss)
+    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    with pytest.raises(NotImplementedError):
+        refimpl.initialize(model=pipeline, config={**settings, "disable_python_gc": True})
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_it_on() -> None:
+    engine = made()
+    if not (child := os.fork()):
+        os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not gc.isenabled()
     engine.destroy()

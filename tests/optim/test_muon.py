@@ -121,3 +121,18 @@ def test_each_head_is_a_matrix_of_its_own() -> None:
     p.muon_num_heads = 5  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"muon_num_heads=5 does not divide the rows of \(24, 16\)"):
         Muon([p])
+
+
+@pytest.mark.parametrize("heads", [-1, 2.0, "2"])
+def test_heads_are_a_number_of_them(heads: Any) -> None:
+    p = nn.Parameter(torch.zeros(4, 4))
+    p.muon_num_heads = heads  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=rf"muon_num_heads={heads!r} does not divide the rows of \(4, 4\)"):
+        Muon([p])
+
+
+def test_a_convolution_has_no_heads() -> None:
+    p = nn.Parameter(torch.zeros(4, 4, 2, 2))
+    p.muon_num_heads = 2  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="muon_num_heads=2 does not divide"):
+        Muon([p])

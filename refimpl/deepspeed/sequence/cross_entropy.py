@@ -72,7 +72,7 @@ def each_loss(
     counts = target != ignore_index
     if target.is_cpu and bool((counts & ((target < 0) | (target >= vocab))).any()):
         raise ValueError(f"a target is beyond the vocabulary, 0 to {vocab - 1}")
-    rows, flat = logits.flatten(0, -2), target.flatten()
+    rows, flat = logits.flatten(0, -2), target.flatten().long()  # of any integers, to save a loader's memory
     if tp_group is None:
         return F.cross_entropy(rows.float(), flat, ignore_index=ignore_index, reduction="none").view(target.shape)
     losses: Tensor = CrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -119,10 +119,15 @@ def vocab_sequence_parallel_cross_entropy(
 ) -> Tensor:
     """This rank's logits [T/N, B, V] and targets [T/N, B] -> the losses [T, B] of all tokens, in the logits' dtype.
 
-    `sp_group` None: all ranks. With `tp_group` the logits are [T/N, B, V/M]. See `vocab_parallel_cross_entropy`, whose
-    losses are fp32. A collective, backward too.
+    `sp_group` None: all ranks; with `tp_group`, where that cannot be, ValueError, and of losses that are not gathered
+    nobody. With `tp_group` the logits are [T/N, B, V/M]. See `vocab_parallel_cross_entropy`, whose losses are fp32. A
+    collective, backward too.
     """
-    given = tp_group, sp_group or torch.distributed.group.WORLD, vocab_start_index, vocab_end_index, None
+    if gather_sequence_loss and sp_group is None:
+        if tp_group is not None:
+            raise ValueError("vocab_sequence_parallel_cross_entropy: give sp_group: not all ranks share the sequence")
+        sp_group = torch.distributed.group.WORLD
+    given = tp_group, sp_group, vocab_start_index, vocab_end_index, None
     loss = vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, *given, ignore_index, reduction, gather_sequence_loss, backend
     )

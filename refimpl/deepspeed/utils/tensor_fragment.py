@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from refimpl.zero.loop.access import exact
 from refimpl.zero.parameter import stage_of
 from refimpl.zero.stage import Stage
 
@@ -79,11 +80,14 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's fragment of the gradient, a copy in fp32. RuntimeError if there is none, or none reduced yet."""
+    """This rank's fragment of the gradient, a copy in fp32, of an fp64 model in fp64.
+
+    RuntimeError if there is none, or none reduced yet.
+    """
     fragment = _stage(param).read_local(param, "grad") if param.requires_grad else None
     if fragment is None and param.requires_grad:
         raise RuntimeError("safe_get_local_grad: no reduced gradient: read it between backward and step")
-    return None if fragment is None else fragment.float()
+    return None if fragment is None else fragment.to(exact(fragment.dtype))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
