@@ -93,12 +93,20 @@ class VocabParallelLoss(Parted):
         (span,) = self.split.spans(self.group.rank)
         counts = targets != self.ignore_index
         refuse_beyond("targets", targets.masked_fill(~counts, 0), self.split.whole)
-        losses: Tensor = CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits.flatten(0, -2), targets.flatten(), counts.flatten(), span, self.group
-        )
+        losses = parted_cross_entropy(logits, targets, counts, span, self.group)
         if self.reduction == "none":
-            return losses.view(targets.shape)
+            return losses
         return losses.sum() if self.reduction == "sum" else losses.sum() / counts.sum()
+
+
+def parted_cross_entropy(logits: Tensor, targets: Tensor, counts: Tensor, span: slice, group: Group) -> Tensor:
+    """logits [.., V/N] of the tokens in `span`, targets [..], counts [..] bool -> losses [..] fp32, 0 where it is not.
+
+    A collective; backward is none.
+    """
+    rows = logits.flatten(0, -2), targets.flatten(), counts.flatten()
+    losses: Tensor = CrossEntropy.apply(*rows, span, group)  # type: ignore[no-untyped-call]
+    return losses.view(targets.shape)
 
 
 class CrossEntropy(torch.autograd.Function):

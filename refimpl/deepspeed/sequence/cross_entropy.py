@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from refimpl.deepspeed.sequence.layer import group_of
 from refimpl.parallel.conjugates import gather_sum
-from refimpl.parallel.vocabulary import CrossEntropy
+from refimpl.parallel.vocabulary import parted_cross_entropy
 
 Bounds = tuple[int, int, int]  # of this rank's part: its first token, the one behind its last; of all: their number
 
@@ -72,13 +72,11 @@ def each_loss(
     counts = target != ignore_index
     if target.is_cpu and bool((counts & ((target < 0) | (target >= vocab))).any()):
         raise ValueError(f"a target is beyond the vocabulary, 0 to {vocab - 1}")
-    rows, flat = logits.flatten(0, -2), target.flatten().long()  # of any integers, to save a loader's memory
-    if tp_group is None:
-        return F.cross_entropy(rows.float(), flat, ignore_index=ignore_index, reduction="none").view(target.shape)
-    losses: Tensor = CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, flat, counts.flatten(), slice(start, end), group_of(tp_group)
-    )
-    return losses.view(target.shape)
+    target = target.long()  # of any integers, to save a loader's memory
+    if tp_group is not None:
+        return parted_cross_entropy(logits, target, counts, slice(start, end), group_of(tp_group))
+    rows, flat = logits.float().flatten(0, -2), target.flatten()
+    return F.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="none").view(target.shape)
 
 
 def bounds_of(
