@@ -22,7 +22,7 @@ def one_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def browser(one_browser: Any, address: str) -> Iterator[Any]:
+def browser(one_browser: Any, address: str, searched: str) -> Iterator[Any]:
     """As if new. Whatever a test does in it: no request to another host, no error in the page."""
     one_browser.get("about:blank")
     one_browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": address, "storageTypes": "all"})
@@ -31,7 +31,7 @@ def browser(one_browser: Any, address: str) -> Iterator[Any]:
     for log in ("performance", "browser"):
         one_browser.get_log(log)
     yield one_browser
-    own = (address, "data:", "blob:", "about:", "chrome:")
+    own = (address, searched, "data:", "blob:", "about:", "chrome:")
     assert [url for url in requested(one_browser) if not url.startswith(own)] == []
     assert [entry["message"] for entry in one_browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
@@ -40,7 +40,8 @@ def until(browser: Any, script: str, *arguments: Any) -> Any:
     """The first true value of a JavaScript expression."""
     from selenium.webdriver.support.ui import WebDriverWait
 
-    return WebDriverWait(browser, SECONDS).until(lambda b: b.execute_script(f"return {script}", *arguments), script)
+    wait = WebDriverWait(browser, SECONDS, poll_frequency=0.02)  # not 0.5 s: most pages are there after a tenth
+    return wait.until(lambda b: b.execute_script(f"return {script}", *arguments), script)
 
 
 def find(browser: Any, selector: str) -> Any:
@@ -88,8 +89,8 @@ def test_the_code_of_a_folded_cell_opens_with_a_click(browser: Any, address: str
     assert until(browser, "document.querySelector('details.code pre').checkVisibility()")
 
 
-def test_search_finds_a_word(browser: Any, address: str) -> None:
-    browser.get(address)
+def test_search_finds_a_word(browser: Any, searched: str) -> None:
+    browser.get(searched)
     until(browser, "document.readyState === 'complete'")
     find(browser, "input.md-search__input").send_keys("reduce-scatter")
     until(browser, "document.querySelectorAll('.md-search-result__item').length > 3")
