@@ -52,7 +52,7 @@ test: $(STAMP) lint
 	@echo "Tests, then every chapter's notebook once more: 20 to 35 minutes on two cores, by their speed."
 	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadgroup $(ARGS)
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 \
-	  --nbval-sanitize-with course/nbval.cfg -n $(JOBS) --dist loadfile course
+	  --nbval-sanitize-with course/nbval.cfg -n $$(($(JOBS) + 1)) --dist loadfile course  # one more: kernels wait for each other's ranks
 
 quick: $(STAMP) lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(QUICK) $(ARGS)
