@@ -4,7 +4,7 @@
     engine           -> Clock, before a forward and behind an update: the layers hear which step it is
     redundancy_clean -> finish: what was decided becomes the weights
 
-DeepSpeed's files: deepspeed/compression/compress.py, scheduler.py. Its steps are not in a checkpoint, so that a
+DeepSpeed until 0.19.6: deepspeed/compression/compress.py, scheduler.py. Its steps are not in a checkpoint, so that a
 schedule begins anew where training goes on; here they are the updates that the engine has made.
 """
 

@@ -2,7 +2,7 @@
 
 Work and memory are the layout's density times dense attention's (`blocked.py` has the formulas). On a GPU with Triton
 the kernel in refimpl/kernels/ runs, where no bias is given; everywhere else `blocked.py`.
-DeepSpeed: deepspeed/ops/sparse_attention/sparse_self_attention.py.
+DeepSpeed until 0.19.6: deepspeed/ops/sparse_attention/sparse_self_attention.py.
 """
 
 import math

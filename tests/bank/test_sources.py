@@ -22,6 +22,8 @@ def keys(source: str) -> list[tuple[str, str]]:
         return [("arXiv", found[1])]
     if found := re.fullmatch(r"DeepSpeed issues? (\d+(?: and \d+)*)", source):
         return [("deepspeed_issues", number) for number in found[1].split(" and ")]
+    if found := re.fullmatch(r"DeepSpeed until ([\d.]+): (\w+/[\w/]+\.py)", source):
+        return [("deepspeed_removed", found[2]), ("deepspeed_removed", f"{found[2]} {found[1]}")]
     if found := re.fullmatch(r"(DeepSpeed|PyTorch source): (\w+/[\w/]+\.py)(?:, (\w+))?", source):
         table = "deepspeed_files" if found[1] == "DeepSpeed" else "torch_files"
         return [(table, found[2]), *([(table, f"{found[2]} {found[3]}")] if found[3] else [])]
@@ -32,7 +34,7 @@ def listed() -> set[tuple[str, str]]:
     known = {("documents", text) for texts in LIST["documents"].values() for text in texts}
     for table in ("arXiv", "deepspeed_issues"):
         known |= {(table, name) for name in LIST[table]}
-    for table in ("deepspeed_files", "torch_files"):
+    for table in ("deepspeed_files", "deepspeed_removed", "torch_files"):
         for file, names in LIST[table].items():
             known |= {(table, file), *((table, f"{file} {name}") for name in names)}
     return known
@@ -77,6 +79,7 @@ def test_a_chapter_says_what_was_looked_up(chapter: str) -> None:
         "arXiv:1910.02055",
         "DeepSpeed issue 1",
         "DeepSpeed: deepspeed/runtime/engine.py, gone",
+        "DeepSpeed until 0.19.7: deepspeed/compression/utils.py",
         "PyTorch documentation: x",
     ],
 )
@@ -105,3 +108,5 @@ def test_files_of_deepspeed_are_there() -> None:
     for file, names in LIST["deepspeed_files"].items():
         text = (Path(DEEPSPEED).parents[1] / file).read_text("utf-8")
         assert all(name in text for name in names), file
+    for file in LIST["deepspeed_removed"]:
+        assert not (Path(DEEPSPEED).parents[1] / file).exists()

@@ -4,7 +4,7 @@ A row of zeros in one layer feeds zeros to one column of the next: with both tak
 where what stands between them maps 0 to 0 (ReLU, GELU, dropout), and are smaller by the share that was pruned. Heads go
 out of the columns of an attention's output and the rows of its queries, keys and values; channels out of a
 convolution, its normalisation and the inputs of the next. How many heads there are the model must be told.
-DeepSpeed's files: deepspeed/compression/compress.py (redundancy_clean), basic_layer.py (fix_*).
+DeepSpeed until 0.19.6: deepspeed/compression/compress.py (redundancy_clean), basic_layer.py (fix_*).
 """
 
 from dataclasses import replace

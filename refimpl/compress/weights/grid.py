@@ -13,7 +13,7 @@ Rounding to nearest costs half a step at most, but up to one at the upper end, a
 one number, stays as it is (DeepSpeed divides by zero). Stored so, a model of 16 bits a number takes bits / 16 of that,
 and a scale a row. Nothing is stored so here, nor in DeepSpeed while it trains: the numbers are on the grid, the format
 is as it was.
-DeepSpeed's files: deepspeed/compression/utils.py, deepspeed/runtime/quantize.py.
+DeepSpeed until 0.19.6: deepspeed/compression/utils.py, deepspeed/runtime/quantize.py.
 """
 
 from typing import Any

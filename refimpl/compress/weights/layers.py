@@ -3,7 +3,7 @@
 A layer of a model becomes one in place: it keeps its parameters and hooks, and changes its class. What is done to it
 stands in `techniques`, by DeepSpeed's name of each, in the order in which it is done; one takes effect from its
 `offset` on, counted in `step`, which the engine sets. Nothing is done before, nor where no engine counts.
-DeepSpeed's file: deepspeed/compression/basic_layer.py, whose layers are new ones in the old ones' places.
+DeepSpeed until 0.19.6: deepspeed/compression/basic_layer.py, whose layers are new ones in the old ones' places.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@
 
 A mask of 0 and 1 costs a product a forward and saves nothing: `clean` does, where it takes rows out of one layer and
 the columns that they feed out of the next. A score is 4 bytes of parameter, and what its optimizer keeps.
-DeepSpeed's files: deepspeed/compression/utils.py (TopKBinarizer), basic_layer.py.
+DeepSpeed until 0.19.6: deepspeed/compression/utils.py (TopKBinarizer), basic_layer.py.
 """
 
 import math

@@ -4,7 +4,7 @@ Quantisation-aware training (Jacob et al. 2018, arXiv:1712.05877): the optimizer
 sees them on the grid of `refimpl.compress.weights.grid`. `Quantize` may begin with more bits than it ends with: one
 fewer after `period` steps, the next after twice as many, and so on (DeepSpeed's MoQ), and may mix the rounded numbers
 in little by little. DeepSpeed's MoQ rounds the 16-bit weights after each step instead, which is the same forward.
-DeepSpeed's files: deepspeed/compression/basic_layer.py, deepspeed/runtime/quantize.py.
+DeepSpeed until 0.19.6: deepspeed/compression/basic_layer.py, deepspeed/runtime/quantize.py.
 """
 
 from dataclasses import dataclass

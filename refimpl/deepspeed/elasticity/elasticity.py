@@ -1,6 +1,6 @@
 """What a scheduler asks before it starts ranks.
 
-DeepSpeed: deepspeed/elasticity/elasticity.py; ours: refimpl/engine/configuration/elasticity.py.
+DeepSpeed until 0.19.7: deepspeed/elasticity/elasticity.py; ours: refimpl/engine/configuration/elasticity.py.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Which layers each technique of `compression_training` is for: what its regular expressions find in a model.
 
 Layers are searched for by name, as in DeepSpeed: `attention.self` finds every Linear, Conv2d and Embedding below it. A
-layer that computes in its own way stays as it is, with a warning. DeepSpeed's file: deepspeed/compression/compress.py.
+layer that computes in its own way stays as it is, with a warning. DeepSpeed until 0.19.6:
+deepspeed/compression/compress.py.
 """
 
 import re

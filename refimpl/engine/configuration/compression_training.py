@@ -5,7 +5,8 @@
         "different_groups": {"wq1": {"params": {"start_bits": 8, "target_bits": 4}, "modules": ["mlp", "attn"]}}}}
 
 A technique has parameters for all and for each of its groups; a group names its layers by regular expressions that are
-searched for in their names. What is not enabled is not read. DeepSpeed's file: deepspeed/compression/config.py.
+searched for in their names. What is not enabled is not read. DeepSpeed until 0.19.6:
+deepspeed/compression/config.py.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """BERT's self-attention over a pattern's blocks.
 
-DeepSpeed: deepspeed/ops/sparse_attention/bert_sparse_self_attention.py.
+DeepSpeed until 0.19.6: deepspeed/ops/sparse_attention/bert_sparse_self_attention.py.
 """
 
 from typing import Any

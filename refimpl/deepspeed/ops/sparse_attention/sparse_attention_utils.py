@@ -1,6 +1,6 @@
 """What makes a pretrained BERT or RoBERTa sparse, and its sequences a multiple of a block.
 
-DeepSpeed: deepspeed/ops/sparse_attention/sparse_attention_utils.py.
+DeepSpeed until 0.19.6: deepspeed/ops/sparse_attention/sparse_attention_utils.py.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""The patterns by their module path in DeepSpeed: deepspeed/ops/sparse_attention/sparsity_config.py."""
+"""The patterns by their module path in DeepSpeed until 0.19.6: deepspeed/ops/sparse_attention/sparsity_config.py."""
 
 from refimpl.model.patterns.base import SparsityConfig
 from refimpl.model.patterns.fixed import FixedSparsityConfig
