@@ -68,10 +68,6 @@ class Built(ABC):
         """See `Stage.catch_up`."""
 
     @abstractmethod
-    def refuse_without_optimizer(self) -> None:
-        """See `Held.refuse_without_optimizer`."""
-
-    @abstractmethod
     def free_gathered(self) -> None:
         """See `Stage.free_gathered`."""
 
