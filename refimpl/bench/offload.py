@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from refimpl.bench.peers import STAGES, adamw, engine_step, excuse_deprecated_collectives
+from refimpl.bench.peers import STAGES, adamw, engine_step, excuse_deprecated_collectives, text_of
 from refimpl.bench.race import Times, race, slowest
 from refimpl.bench.zero import SAME_LOSS, Lap, Workload, check_same_work, recorded
 from refimpl.comm.group import Group
@@ -90,8 +90,7 @@ def homes(stage: int, folder: Path) -> dict[str, ZeroConfig]:
 def heat(stage: int, workload: Workload, folder: Path) -> Found:
     """Runs on every rank: build a model for each home, then race them."""
     group = Group.world()
-    data = torch.Generator().manual_seed(group.rank)
-    text = torch.randint(256, (workload.batch, workload.context + 1), generator=data).to(group.device)
+    text = text_of(group, workload.batch, workload.context)
     losses: dict[str, list[float]] = {}
     contestants: dict[str, Callable[[], None]] = {}
     disks: dict[str, Disk] = {}
