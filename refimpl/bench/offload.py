@@ -107,12 +107,12 @@ def heat(stage: int, workload: Workload, folder: Path) -> Found:
         if (peer := deepspeed(stage, workload, text, device, folder)) is not None:
             contestants[f"DeepSpeed: {device}"] = recorded(peer, losses.setdefault(f"DeepSpeed: {device}", []))
     times = race(group, contestants, workload.turns)
-    before = {name: traffic(disk) for name, disk in disks.items()}
+    before = {name: disk.file.moved_bytes for name, disk in disks.items()}
     for name, contestant in contestants.items():
         contestant()
         if name in stages:
             stages[name].catch_up()
-    moved = {name: traffic(disk) - before[name] for name, disk in disks.items()}
+    moved = {name: disk.file.moved_bytes - before[name] for name, disk in disks.items()}
     memory = {name: sum(MemoryMeter(one.tensors).now().values()) for name, one in stages.items()}
     times |= race(group, updates(stages[HOST]), workload.turns)
     return Found(Lap(times, losses), memory, moved)
@@ -134,11 +134,6 @@ def updates(stage: Stage) -> dict[str, Callable[[], object]]:
             slices.step_inside(part.bucket, part.start, part.end, settings)
 
     return {ADAMW: adamw([whole]).step, ADAMW_AT_HOST: by_parts}
-
-
-def traffic(disk: Disk) -> int:
-    """Bytes moved so far."""
-    return disk.file.read_bytes + disk.file.written_bytes
 
 
 def deepspeed(
