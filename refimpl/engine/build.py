@@ -42,7 +42,7 @@ from refimpl.engine.trained import (
 )
 from refimpl.measure.comms_log import CommsLog
 from refimpl.parallel.pipeline.module import PipelineModule
-from refimpl.zero.config import PLUS, LoCo, ZeroConfig
+from refimpl.zero.config import LoCo, ZeroConfig
 from refimpl.zero.ddp import DDP
 from refimpl.zero.stage import Stage
 from refimpl.zero.zero1 import Zero1
@@ -177,11 +177,16 @@ def make_stage(
 
 def with_plus(zero: ZeroConfig, section: ZeroOptimization) -> ZeroConfig:
     """`zero` with the section's ZeRO++ and MiCS keys: see `refimpl.zero.gather.plus`. ConfigError names the key."""
-    asked = {name: getattr(section, name) for name in PLUS}
-    asked["zero_hpz_partition_size"] = max(1, section.zero_hpz_partition_size)
+    loco = section.zeropp_loco_param
     try:
-        if (loco := section.zeropp_loco_param) is not None:
-            asked["zeropp_loco_param"] = LoCo(loco.err_beta, loco.reset_T)
-        return replace(zero, **asked)
+        return replace(
+            zero,
+            zero_quantized_weights=section.zero_quantized_weights,
+            zero_quantized_nontrainable_weights=section.zero_quantized_nontrainable_weights,
+            zero_hpz_partition_size=max(1, section.zero_hpz_partition_size),
+            zero_quantized_gradients=section.zero_quantized_gradients,
+            zeropp_loco_param=None if loco is None else LoCo(loco.err_beta, loco.reset_T),
+            mics_hierarchical_params_gather=section.mics_hierarchical_params_gather,
+        )
     except ValueError as error:
         raise ConfigError(str(error).replace("ZeroConfig.", "zero_optimization.")) from error
