@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 
+from refimpl.bench.peers import text_of
 from refimpl.bench.race import Times, Turns, race, slowest
 from refimpl.bench.zero import Workload
 from refimpl.checkpoint.tensors import brought
@@ -48,7 +49,7 @@ def heat(stage: int, parameters: int, folder: str, turns: Turns) -> Times:
     zero = {"stage": stage}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
     engine = initialize(model=GPT(Workload(parameters).gpt), config=config)[0]
-    tokens = torch.randint(256, (1, 64), generator=torch.Generator().manual_seed(group.rank))
+    tokens = text_of(group, 1, 63)
     engine.backward(engine(tokens, tokens))
     engine.step()
     times: Times = {}

@@ -16,6 +16,7 @@ from torch import Tensor
 from refimpl.bench.race import Times, Turns, both_worlds, by_pages, medians, race
 from refimpl.comm import ring
 from refimpl.comm.group import Group
+from refimpl.comm.native import current
 from refimpl.comm.shared import Shared
 
 Way = Callable[[], object]
@@ -53,9 +54,6 @@ def contestants(
     """Each way to do `collective`: all_reduce in place in full [N*s], reduce_scatter full -> shard [s], all_gather
     shard -> full, all_to_all full -> other [N*s]. KeyError for another collective."""
     group = next(iter(groups.values()))
-    # torch 2.13 renames the single-buffer collectives and warns about the old names, which 2.11 has alone.
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     ways: dict[str, dict[str, Way]] = {
         "all_reduce": {
             **{name: partial(g.all_reduce, full) for name, g in groups.items()},
@@ -64,11 +62,11 @@ def contestants(
         },
         "reduce_scatter": {
             **{name: partial(g.reduce_scatter, shard, full) for name, g in groups.items()},
-            NATIVE: lambda: reduce_scatter(shard, full),
+            NATIVE: partial(current("reduce_scatter"), shard, full),
         },
         "all_gather": {
             **{name: partial(g.all_gather, full, shard) for name, g in groups.items()},
-            NATIVE: lambda: all_gather(full, shard),
+            NATIVE: partial(current("all_gather"), full, shard),
         },
         "all_to_all": {
             **{name: partial(g.all_to_all, other, full) for name, g in groups.items()},

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refimpl import launch
-from refimpl.bench.peers import BUCKET, Step, adamw, plain_step
+from refimpl.bench.peers import BUCKET, Step, adamw, plain_step, text_of
 from refimpl.bench.race import Times, Turns, race, slowest
 from refimpl.comm.group import Group
 from refimpl.compress.compression import Compression
@@ -77,7 +77,7 @@ def torchs(model: nn.Module, group: Group, pair: str, rank: int) -> Step:
 def heat(gpt: GPTConfig, batch: int, turns: Turns, rank: int) -> Times:
     """Runs on every rank: both of every pair take turns."""
     group = Group.world()
-    text = torch.randint(256, (batch, gpt.context + 1), generator=torch.Generator().manual_seed(group.rank))
+    text = text_of(group, batch, gpt.context)
     contestants: dict[str, Callable[[], object]] = {}
     for pair in PAIRS:
         for name, build in (("ours", ours), ("torch", torchs)):

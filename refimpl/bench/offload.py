@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from refimpl.bench.peers import STAGES, adamw, engine_step, excuse_deprecated_collectives
+from refimpl.bench.peers import STAGES, adamw, engine_step, excuse_deprecated_collectives, text_of
 from refimpl.bench.race import Times, race, slowest
 from refimpl.bench.zero import SAME_LOSS, Lap, Workload, check_same_work, recorded
 from refimpl.comm.group import Group
@@ -90,8 +90,7 @@ def homes(stage: int, folder: Path) -> dict[str, ZeroConfig]:
 def heat(stage: int, workload: Workload, folder: Path) -> Found:
     """Runs on every rank: build a model for each home, then race them."""
     group = Group.world()
-    data = torch.Generator().manual_seed(group.rank)
-    text = torch.randint(256, (workload.batch, workload.context + 1), generator=data).to(group.device)
+    text = text_of(group, workload.batch, workload.context)
     losses: dict[str, list[float]] = {}
     contestants: dict[str, Callable[[], None]] = {}
     disks: dict[str, Disk] = {}
@@ -108,12 +107,12 @@ def heat(stage: int, workload: Workload, folder: Path) -> Found:
         if (peer := deepspeed(stage, workload, text, device, folder)) is not None:
             contestants[f"DeepSpeed: {device}"] = recorded(peer, losses.setdefault(f"DeepSpeed: {device}", []))
     times = race(group, contestants, workload.turns)
-    before = {name: traffic(disk) for name, disk in disks.items()}
+    before = {name: disk.file.moved_bytes for name, disk in disks.items()}
     for name, contestant in contestants.items():
         contestant()
         if name in stages:
             stages[name].catch_up()
-    moved = {name: traffic(disk) - before[name] for name, disk in disks.items()}
+    moved = {name: disk.file.moved_bytes - before[name] for name, disk in disks.items()}
     memory = {name: sum(MemoryMeter(one.tensors).now().values()) for name, one in stages.items()}
     times |= race(group, updates(stages[HOST]), workload.turns)
     return Found(Lap(times, losses), memory, moved)
@@ -135,11 +134,6 @@ def updates(stage: Stage) -> dict[str, Callable[[], object]]:
             slices.step_inside(part.bucket, part.start, part.end, settings)
 
     return {ADAMW: adamw([whole]).step, ADAMW_AT_HOST: by_parts}
-
-
-def traffic(disk: Disk) -> int:
-    """Bytes moved so far."""
-    return disk.file.read_bytes + disk.file.written_bytes
 
 
 def deepspeed(

@@ -199,9 +199,9 @@ def measure(
 ) -> Iterator[list[Row]]:
     """The rows of one heat (ranks, stage, what is gathered): the `top` dearest functions, the rest, the sums."""
     for count, stage in product(ranks, stages):
-        torchs = mean(launch.run(torchs_heat, stage, units, turns, ranks=count, timeout=600))
+        torchs = mean(launch.run(torchs_heat, stage, units, turns, ranks=count, device="cpu", timeout=600))
         for gathered, config in GATHERED.items() if stage == 3 else [("", ZeroConfig())]:
-            laps = launch.run(heat, stage, config, units, turns, steps, ranks=count, timeout=600)
+            laps = launch.run(heat, stage, config, units, turns, steps, ranks=count, device="cpu", timeout=600)
             yield rows(laps, torchs, stage, gathered, units, top)
 
 

@@ -61,15 +61,11 @@ def torch_tensor(model: GPT, group: Group, tokens: Tensor, targets: Tensor, sequ
             p.data = parts.transpose(0, 1).flatten(0, 2).contiguous()
     parallelize_module(model, init_device_mesh(group.device.type, (group.size,)), torch_plan(sequence))
     model.head.weight = model.wte.weight  # tied again: each has been split by itself
-    optimizer = one_for_each_kind(model.parameters())
+    plain = plain_step(model, one_for_each_kind(model.parameters()))
 
     def step() -> Tensor:
         with loss_parallel():
-            loss: Tensor = model(tokens, targets)
-            torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+            return plain(tokens, targets)
 
     return step
 

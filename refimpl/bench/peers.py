@@ -83,6 +83,12 @@ def torchs_own(stage: int, unit: type[nn.Module] = Block) -> Implementation:
     )[stage]
 
 
+def text_of(group: Group, batch: int, context: int) -> Tensor:
+    """[batch, context + 1] bytes: tokens and targets, each rank's own."""
+    draw = torch.Generator().manual_seed(group.rank)
+    return torch.randint(256, (batch, context + 1), generator=draw).to(group.device)
+
+
 def adamw(parameters: Iterable[Tensor], lr: float = LEARNING_RATE) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, fused=True)
 

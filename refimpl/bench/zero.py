@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from refimpl.bench.peers import ALONE, implementations
+from refimpl.bench.peers import ALONE, implementations, text_of
 from refimpl.bench.race import Times, Turns, both_worlds, by_pages, medians, race
 from refimpl.comm.group import Group
 from refimpl.model.gpt import GPT, GPTConfig
@@ -77,8 +77,7 @@ def heat(stage: int, workload: Workload, with_deepspeed: bool = True) -> Lap:
     group = Group.world()
     losses: dict[str, list[float]] = {}
     contestants: dict[str, Callable[[], None]] = {}
-    data = torch.Generator().manual_seed(group.rank)
-    text = torch.randint(256, (workload.batch, workload.context + 1), generator=data).to(group.device)  # [B, T+1]
+    text = text_of(group, workload.batch, workload.context)  # [B, T+1]
     for implementation in implementations(stage, with_deepspeed):
         torch.manual_seed(0)
         with group.device:  # a GPU draws 100M weights at once, the host in a second for each contestant

@@ -67,12 +67,19 @@ def weights(folder: Folder, dtype: torch.dtype | None, exclude_frozen: bool = Fa
     for name, entry in entries(folder, dtype, exclude_frozen).items():
         known = folder.canonical(name)
         if known not in made:
-            made[known] = torch.empty(entry[1], dtype=entry[0], device="cpu")
-            at = 0
-            for piece in pieces(folder, name, entry):
-                made[known].view(-1)[at : at + piece.numel()].copy_(piece)
-                at += piece.numel()
+            made[known] = whole(folder, name, entry)
         yield name, made[known]
+
+
+def whole(folder: Folder, name: str, entry: Entry) -> Tensor:
+    """One of `entries`, in one tensor."""
+    dtype, shape = entry
+    made = torch.empty(shape, dtype=dtype, device="cpu")
+    at = 0
+    for piece in pieces(folder, name, entry):
+        made.view(-1)[at : at + piece.numel()].copy_(piece)
+        at += piece.numel()
+    return made
 
 
 def in_shards(entries: dict[str, Entry], most: int) -> list[dict[str, Entry]]:

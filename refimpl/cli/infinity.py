@@ -86,20 +86,15 @@ def live(way: str, folder: Path, limit: int, steps: int) -> Lived:
     batches, meter = Batches(task.text, task.model.context, task.batch, task.seed), MemoryMeter(stage.tensors)
     seconds, moved, loss, memory = [], 0, torch.zeros(()), dict[str, int]()
     for step in range(steps):
-        begun, before = time.perf_counter(), traffic(disk)
+        begun, before = time.perf_counter(), disk.file.moved_bytes if disk else 0
         loss = model(*batches.batch(step, group.rank, group.device))
         stage.backward(loss)
         memory = {name: size for name, size in meter.now().items() if size}
         stage.step()
         seconds.append(time.perf_counter() - begun)
-        moved = traffic(disk) - before
+        moved = disk.file.moved_bytes - before if disk else 0
         launch.report(way)
     return Lived(way, "", loss.item(), memory, disk.file.end if disk else 0, moved, median(seconds[1:] or seconds))
-
-
-def traffic(disk: Disk | None) -> int:
-    """Bytes moved so far."""
-    return disk.file.read_bytes + disk.file.written_bytes if disk else 0
 
 
 def limit_memory(more: int) -> None:

@@ -28,13 +28,13 @@ class Native(Library):
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op) -> Steps:
         there = out if out.dtype == x.dtype else x.new_empty(out.numel())  # the library converts nothing
-        yield lambda: self.begin(_current("reduce_scatter"), there, x, self._op(op))
+        yield lambda: self.begin(current("reduce_scatter"), there, x, self._op(op))
         if there is not out:
             out.copy_(there)
 
     def all_gather(self, chunks: list[Tensor], x: Tensor) -> Steps:
         if (whole := joined(chunks)) is not None:
-            yield lambda: self.start(_current("all_gather"), whole, x)
+            yield lambda: self.start(current("all_gather"), whole, x)
         else:
             yield lambda: self.start(dist.all_gather, [movable(chunk) for chunk in chunks], x)
 
@@ -54,6 +54,7 @@ def addable(call: str, x: Tensor) -> Tensor:
     return x
 
 
-def _current(name: str) -> Any:
+def current(name: str) -> Any:
+    """torch's collective of one buffer, "reduce_scatter" or "all_gather", by the name that it has here."""
     old = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
     return getattr(dist, f"{name}_single", None) or getattr(dist, old)

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from refimpl import launch
+from refimpl.comm.native import current
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.timed import timed_op
 from refimpl.deepspeed.utils.comms_logging import CommsLogger
@@ -40,13 +41,8 @@ _timed = functools.partial(timed_op, comms_logger)
 all_reduce = _timed(dist.all_reduce, "all_reduce")
 inference_all_reduce = _timed(dist.all_reduce, "inference_all_reduce", "all_reduce")
 all_gather = _timed(dist.all_gather, "all_gather")
-# torch 2.13 has renamed these two and warns about the old names, 2.11 has only those.
-all_gather_into_tensor = _timed(
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, "all_gather_into_tensor"
-)
-reduce_scatter_tensor = _timed(
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, "reduce_scatter_tensor"
-)
+all_gather_into_tensor = _timed(current("all_gather"), "all_gather_into_tensor")
+reduce_scatter_tensor = _timed(current("reduce_scatter"), "reduce_scatter_tensor")
 allgather_fn, reduce_scatter_fn = all_gather_into_tensor, reduce_scatter_tensor
 reduce_scatter = _timed(dist.reduce_scatter, "reduce_scatter")
 all_to_all_single = _timed(dist.all_to_all_single, "all_to_all_single")

@@ -19,8 +19,8 @@ from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
-from refimpl.engine.configuration.plus import with_plus
 from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.configuration.sections import ZeroOptimization
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_stacks, refuse_unlike, same_experts
@@ -42,6 +42,7 @@ from refimpl.engine.trained import (
 )
 from refimpl.measure.comms_log import CommsLog
 from refimpl.parallel.pipeline.module import PipelineModule
+from refimpl.zero.config import LoCo, ZeroConfig
 from refimpl.zero.ddp import DDP
 from refimpl.zero.stage import Stage
 from refimpl.zero.zero1 import Zero1
@@ -155,7 +156,7 @@ def make_stage(
         zero = replace(zero, leaf_modules=flagged(model, settings.zero_optimization.leaf_module, axes.world.rank))
     if axes.context.size > 1 and settings.seq_parallel_communication_data_type is not None:
         zero = replace(zero, communication_data_type=settings.seq_parallel_communication_data_type)
-    zero = with_plus(with_homes(zero, settings, axes.replicas.device, axes.world), settings)
+    zero = with_plus(with_homes(zero, settings, axes.replicas.device, axes.world), settings.zero_optimization)
     experts = same_experts(model, ranks)
     refuse_stacks(model, optimizer)
     if ranks.made and axes.across.size > 1:
@@ -172,3 +173,20 @@ def make_stage(
         check_whole(optimizer, axes, copies)
         stage.spans(axes.model, copies)
     return stage, axes
+
+
+def with_plus(zero: ZeroConfig, section: ZeroOptimization) -> ZeroConfig:
+    """`zero` with the section's ZeRO++ and MiCS keys: see `refimpl.zero.gather.plus`. ConfigError names the key."""
+    loco = section.zeropp_loco_param
+    try:
+        return replace(
+            zero,
+            zero_quantized_weights=section.zero_quantized_weights,
+            zero_quantized_nontrainable_weights=section.zero_quantized_nontrainable_weights,
+            zero_hpz_partition_size=max(1, section.zero_hpz_partition_size),
+            zero_quantized_gradients=section.zero_quantized_gradients,
+            zeropp_loco_param=None if loco is None else LoCo(loco.err_beta, loco.reset_T),
+            mics_hierarchical_params_gather=section.mics_hierarchical_params_gather,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error).replace("ZeroConfig.", "zero_optimization.")) from error

@@ -131,6 +131,11 @@ class BlockFile:
         self._left, self._lock = self._state(), Lock()  # length and date when this process last changed it
         self._changing, self._touched = 0, False  # changes of its own under way; whether it found somebody else's
 
+    @property
+    def moved_bytes(self) -> int:
+        """Both ways."""
+        return self.read_bytes + self.written_bytes
+
     def record(self, nbytes: int) -> Record:
         """Room for so many bytes. OffloadError if the disk has it not."""
         size, disk = pages(nbytes), os.fstatvfs(self.descriptor)

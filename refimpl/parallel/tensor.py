@@ -110,19 +110,19 @@ class ColumnParallelLinear(Parted):
         `draws.py`. ValueError if it cannot be dealt out.
         """
         super().__init__(group)
-        self.outputs_dim, self.multiply = how(plain)
-        outputs = plain.weight.shape[self.outputs_dim]
+        outputs_dim, self.multiply = how(plain)
+        outputs = plain.weight.shape[outputs_dim]
         sizes = (outputs // blocks,) * blocks if isinstance(blocks, int) else blocks
         if sum(sizes) != outputs:
             raise ValueError(f"{name}: {outputs} outputs are not blocks of {blocks}")
         if gathered and copies > 1:
             raise ValueError(f"{name}: outputs that are gathered are one of a kind: copies must be 1, not {copies}")
         self.split = Split(sizes, sizes if units is None else units, group.size, name, copies)
-        if self.outputs_dim and self.split.copied(0) not in ([], [slice(0, self.split.sizes[0])]):
+        if outputs_dim and self.split.copied(0) not in ([], [slice(0, self.split.sizes[0])]):
             raise ValueError(f"{name}: outputs of which some are copied must be the weight's first dimension")
         self.gathered, self.enter, self.draws = gathered, enter, draws
         self.leave: Exchange = partial(gather, split=self.split) if gathered else local
-        self.keep("weight", plain.weight, self.split, self.outputs_dim)
+        self.keep("weight", plain.weight, self.split, outputs_dim)
         self.keep("bias", plain.bias, self.split)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Hooked     loop/hooked.py        acts when the model's forward and backward run
 Beside     agreement/beside.py   knows of other ranks than those that share its shards
 ByName     loop/access.py        gives and takes single parameters
 Held       loop/held.py          says what it holds, saves and loads it
-Changing   loop/changing.py      takes in what is to be trained later, and lets go
+Changing   loop/changing.py      has the optimizer, takes in what is to be trained later, and lets go
 """
 
 from abc import ABC, abstractmethod
@@ -66,10 +66,6 @@ class Built(ABC):
     @abstractmethod
     def catch_up(self) -> None:
         """See `Stage.catch_up`."""
-
-    @abstractmethod
-    def refuse_without_optimizer(self) -> None:
-        """See `Held.refuse_without_optimizer`."""
 
     @abstractmethod
     def free_gathered(self) -> None:

@@ -119,18 +119,18 @@ class Bucket:
         first, last = self.offset[p] - start, self.offset[p] + p.numel() - start
         return min(max(first, 0), size), min(max(last, 0), size)
 
-    def within(self, flat: Tensor, p: nn.Parameter) -> tuple[int, int]:
-        """Start and end of what flat, [P] or this rank's [S], holds of p."""
-        return (self.offset[p], self.offset[p] + p.numel()) if flat.numel() == self.padded else self.span(p)
+    def within(self, numel: int, p: nn.Parameter) -> tuple[int, int]:
+        """Start and end of what a buffer of `numel` elements, P or this rank's S, holds of p."""
+        return (self.offset[p], self.offset[p] + p.numel()) if numel == self.padded else self.span(p)
 
-    def first_of(self, flat: Tensor) -> int:
-        """Which element of the whole buffer flat, [P] or this rank's [S], begins with."""
-        return 0 if flat.numel() == self.padded else self.group.rank * self.shard_numel
+    def first_of(self, numel: int) -> int:
+        """Which element of the whole buffer one of `numel` elements, P or this rank's S, begins with."""
+        return 0 if numel == self.padded else self.group.rank * self.shard_numel
 
     def part(self, flat: Tensor, p: nn.Parameter, begin: int = 0, end: int | None = None) -> Tensor:
         """What flat, [P] or this rank's [S], holds of p, or of p's elements from begin to end: a flat view."""
-        start, stop = self.within(flat, p)
-        at = self.offset[p] - self.first_of(flat)  # where p begins, before flat or in it
+        start, stop = self.within(flat.numel(), p)
+        at = self.offset[p] - self.first_of(flat.numel())  # where p begins, before flat or in it
         return flat[max(start, at + begin) : max(start, stop if end is None else min(stop, at + end))]
 
     def cut(self, whole: Tensor, p: nn.Parameter, numel: int) -> Tensor:

@@ -160,7 +160,7 @@ class Gradients(Flights):
         self.used.discard(p)
         if bucket in self.total:
             self.dropped.add(p)
-            self.change(bucket, *bucket.within(self.total[bucket], p), Tensor.zero_)
+            self.change(bucket, *bucket.within(self.total[bucket].numel(), p), Tensor.zero_)
         if bucket in self.filling:
             self.filling[bucket].discard(p)
 

@@ -85,7 +85,7 @@ def parts(stage: "Stage") -> Iterator[Part]:
             yield Part(name, place, DATA.__get__(p).reshape(-1)[begin:end], {}, {})
             continue
         flat = seen(stage, bucket)
-        here = place.at - bucket.first_of(flat)
+        here = place.at - bucket.first_of(flat.numel())
         low, high = here + begin, here + end
         state, rest = stage.update.state_at(bucket, low, high) if begin < end else ({}, {})
         weight = state.pop("") if "" in state else piece(bucket, flat, low, high)
@@ -134,7 +134,7 @@ def restore_weights(stage: "Stage", source: Source, wanted: Container[str]) -> N
     for bucket, those in members.items():
         flat = stage.weights(bucket)  # of a disk: a copy, one at a time
         for p in [p for p in those if stage.names[p] in wanted]:
-            here = place_of(stage, p).at - bucket.first_of(flat)
+            here = place_of(stage, p).at - bucket.first_of(flat.numel())
             low, high = max(here, 0), min(here + p.numel(), flat.numel())
             if low < high:
                 source.fill("weight", stage.names[p], low - here, flat[low:high])
@@ -165,7 +165,7 @@ def restore_states(stage: "Stage", bucket: Bucket, source: Source, wanted: Conta
     for before, p in pairwise(spans) if slices.kind.elementwise else ():
         if not same(history[before], history[p]):
             slices.cut(bucket, spans[p][0])
-    first = 0 if slices.length[bucket] == bucket.padded else bucket.group.rank * slices.length[bucket]
+    first = bucket.first_of(slices.length[bucket])
     for s in slices.of[bucket]:
         members = [p for p, (start, end) in spans.items() if start < s.end and s.start < end]
         like = members[0] if members else bucket.params[-1]  # a slice of nothing but padding has a state too

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.collectives import chunk_sizes
 from refimpl.zero.init import GatheredParameters
 
 
@@ -45,7 +46,8 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        widths, heights = lengths(in_features, in_splits), lengths(out_features, out_splits)
+        # As `tensor_split` cuts.
+        widths, heights = chunk_sizes(in_features, in_splits), chunk_sizes(out_features, out_splits)
         self.in_parts, self.out_parts = [0, *accumulate(widths)], [0, *accumulate(heights)]
         # The bias is added once, with the last column's product.
         biases = [False] * (in_splits - 1) + [bias]
@@ -97,11 +99,6 @@ class TiledLinear(nn.Module):
                     tile.weight.copy_(weight)
                 if self.use_bias:
                     row[-1].bias.copy_(other.bias.tensor_split(self.out_splits)[number])
-
-
-def lengths(features: int, splits: int) -> list[int]:
-    """Of the runs that `tensor_split` makes: they differ by one at most, the longer ones first."""
-    return [features // splits + (run < features % splits) for run in range(splits)]
 
 
 class TiledLinearReturnBias(TiledLinear):

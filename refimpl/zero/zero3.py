@@ -50,11 +50,11 @@ class Zero3(Stage):
         owner = owners(self.model, whole_modules)
         first = joined(self.model, {p: owner[p] for p in large}, self.config.unit_size)
         units_of = make_units(large, owner, first, self.group_of, trained, self.group, self.config, self.experts)
-        self.kept = lay_out(
+        kept = lay_out(
             [p for p in params if p in small], trained, self.group, self.config.reduce_bucket_size, dtype,
             self.experts,
         )  # fmt: skip
-        share(self.model, {*large, *(p for b in self.kept for p in b.params)}, self.group, dtype, self.experts)
+        share(self.model, {*large, *(p for b in kept for p in b.params)}, self.group, dtype, self.experts)
         self.units = list(dict.fromkeys(u for units in units_of.values() for u in units))
         self.plus = Plus(self.group, self.config, self.parted, scale=self.loss_scale, units=self.units_by_name)
         for unit in self.units:
@@ -63,7 +63,7 @@ class Zero3(Stage):
         self.fetch = Fetch(self.model, units_of, self.config, self.path, self.passes.sign, self.complete)
         self.state_dicts = StateDicts(self.model.modules(), self.model)
         self.handles += [self.path, self.fetch, self.state_dicts]
-        return [*self.kept, *(u for u in self.units if u.group_index >= 0)]
+        return [*kept, *(u for u in self.units if u.group_index >= 0)]
 
     def owned(self, bucket: Bucket) -> Tensor:
         """This rank's shard. -> [S]"""
@@ -122,9 +122,7 @@ class Zero3(Stage):
             unit.group_index = self.group_of[p]
         for unit in units:
             self.plus.thaw(unit)
-        kept = super().lay_out_more([p for p in params if unit_of(p) is None])
-        self.kept += kept
-        return [*kept, *units]
+        return [*super().lay_out_more([p for p in params if unit_of(p) is None]), *units]
 
     def home(self, p: nn.Parameter) -> Bucket | None:
         return super().home(p) or unit_of(p)

@@ -2,11 +2,25 @@
 
 from itertools import pairwise
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from refimpl.bench import overhead
-from refimpl.bench.overhead import ALL, GATHERED, HONEST, OTHERS, PLAIN, Cost, Lap, cpu_us, measure, profiled, rows
+from refimpl.bench.overhead import (
+    ALL,
+    GATHERED,
+    HONEST,
+    OTHERS,
+    PLAIN,
+    Cost,
+    Lap,
+    cpu_us,
+    measure,
+    profiled,
+    rows,
+    torchs_heat,
+)
 from refimpl.measure.ledger import Ledger
 
 
@@ -87,3 +101,16 @@ def test_every_gradient_of_every_unit_is_seen() -> None:
     ((*functions, _, _, _, _, _, _),) = measure([2], [1], units=3, turns=1, steps=2, top=1000)
     calls = {row.function: row.calls for row in functions}
     assert calls["measure/ledger Ledger.mark"] == 30  # one for each gradient that arrives
+
+
+def test_ranks_compute_on_the_cpu_beside_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to choose, ranks that have a GPU each would speak NCCL, and the models are the host's."""
+    asked: list[str] = []
+
+    def run(fn: Any, *args: Any, device: str = "auto", **options: Any) -> list[Any]:
+        asked.append(device)
+        return [0.0] if fn is torchs_heat else [Lap({"f": (1.0, 1.0)}, 0.0, 0.0, 0.0)]
+
+    monkeypatch.setattr("refimpl.launch.run", run)
+    assert len(list(measure([2], [0]))) == 1
+    assert asked == ["cpu", "cpu"]

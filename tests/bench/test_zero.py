@@ -5,11 +5,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import worlds
 
-from refimpl.bench.peers import ALONE, implementations
+from refimpl.bench.peers import ALONE, implementations, text_of
 from refimpl.bench.race import Turns
 from refimpl.bench.zero import SAME_LOSS, Lap, Workload, check_same_work, heat, measure, rank_rows
+from refimpl.comm.group import Group
 
 TINY = Workload(parameters=50_000, context=16, turns=Turns(turns=2, steps=2))
 
@@ -83,3 +85,9 @@ def test_an_installed_deepspeed_races_unless_it_is_left_out(monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin="deepspeed/__init__.py"))
     asked, left_out = ([one.name for one in implementations(2, wanted)] for wanted in (True, False))
     assert [name for name in asked if name not in left_out] == ["DeepSpeed stage 2"]
+
+
+def test_a_text_lies_where_its_rank_computes() -> None:
+    text = text_of(Group(None, device=torch.device("meta")), batch=2, context=5)
+    assert text.device.type == "meta"
+    assert text.shape == (2, 6)

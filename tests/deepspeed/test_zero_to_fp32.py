@@ -178,3 +178,16 @@ def full(checkpoint: Path, out: Path) -> None:
 def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path) -> None:
     save(0, str(tmp_path / "ck"), {})
     launch.run(full, tmp_path / "ck", tmp_path / "out", ranks=1)
+
+
+def test_a_parameter_of_no_elements_is_written_and_read_lazily_too(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    model.none = nn.Parameter(torch.empty(0, 5))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    deepspeed.initialize(model=model, config=config)[0].save_checkpoint(tmp_path)
+    lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
+    assert lazy["none"].contiguous().shape == (0, 5)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert written["none"].shape == (0, 5)
+    assert written["weight"].equal(model.weight)

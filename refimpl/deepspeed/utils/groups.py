@@ -15,6 +15,7 @@ from refimpl.comm.axes import Axes, expert_groups, neighbours
 from refimpl.comm.group import Group
 from refimpl.comm.process_group import of_rows
 from refimpl.deepspeed import comm
+from refimpl.parallel.expert.marks import name_of
 from refimpl.ranks.settings import forget_groups
 
 
@@ -48,7 +49,7 @@ def laid_out() -> Axes:
 
 def adopt_experts(expert: Group, expert_data: Group, cut_experts: int) -> None:
     """A layer's: the ranks that share its experts, those that have the same; cut_experts: tensor ranks an expert."""
-    _laid_out.experts[f"ep_size_{expert.size}"] = expert, expert_data
+    _laid_out.experts[name_of(expert.size)] = expert, expert_data
     _laid_out.cut_experts = cut_experts
 
 
@@ -57,14 +58,14 @@ def expert_ranks(ep: int, data_before_expert: bool = False) -> tuple[Group, Grou
 
     data_before_expert: neighbours have the same experts. ValueError if ep does not divide the ranks.
     """
-    if f"ep_size_{ep}" not in _laid_out.experts:
+    if (name := name_of(ep)) not in _laid_out.experts:
         data = laid_out().replicas
         groups = expert_groups(data, ep)
         if data_before_expert:
             same, shared = neighbours(data, data.size // ep)
             groups = shared, same
-        _laid_out.experts[f"ep_size_{ep}"] = groups
-    return _laid_out.experts[f"ep_size_{ep}"]
+        _laid_out.experts[name] = groups
+    return _laid_out.experts[name]
 
 
 def _create_expert_and_data_parallel(
@@ -224,7 +225,7 @@ def _get_max_expert_size() -> int:
 
 
 def _get_max_expert_size_name() -> str:
-    return f"ep_size_{_get_max_expert_size()}"
+    return name_of(_get_max_expert_size())
 
 
 def _get_max_expert_parallel_group() -> ProcessGroup | None:

@@ -41,12 +41,7 @@ class LazyWeight:
     def contiguous(self) -> Tensor:
         """The weight, in memory of its own."""
         with self._folder:  # closed again: there may be thousands of these
-            return whole(self._folder, self._name, self._entry)
-
-
-def whole(folder: Folder, name: str, entry: Entry) -> Tensor:
-    """One weight of a checkpoint."""
-    return torch.cat(list(export.pieces(folder, name, entry))).view(entry[1])
+            return export.whole(self._folder, self._name, self._entry)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -101,7 +96,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_pickle(folder: Folder, path: Path, shard: Mapping[str, Entry]) -> None:
-    made = {folder.canonical(name): whole(folder, name, entry) for name, entry in shard.items()}
+    made = {folder.canonical(name): export.whole(folder, name, entry) for name, entry in shard.items()}
     with path.open("wb") as file:  # ours, because torch's own does not tell that the disk is full
         torch.save({name: made[folder.canonical(name)] for name in shard}, file)  # tied ones stay one tensor
 

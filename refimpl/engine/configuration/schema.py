@@ -1,7 +1,7 @@
 """The honoured keys of a DeepSpeed JSON file at its top level, and what all of it becomes for the components.
 
-The sections below are in `sections`. Homes and ZeRO++ join the stage's configuration in `homes` and `plus`, where the
-ranks and the device are known. DeepSpeed's file: deepspeed/runtime/config.py.
+The sections below are in `sections`. Homes and ZeRO++ join the stage's configuration in engine/homes.py and build.py,
+where the ranks and the device are known. DeepSpeed's file: deepspeed/runtime/config.py.
 """
 
 from typing import Annotated, Literal, Self

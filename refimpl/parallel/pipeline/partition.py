@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refimpl.comm.collectives import chunk_sizes
 from refimpl.measure.clock import now
 from refimpl.parallel.pipeline.wire import form_of, tensors_of, with_gradient, writable
 
@@ -27,10 +28,7 @@ Bounds = list[int]  # stage s has layers bounds[s] to bounds[s + 1] - 1
 
 def uniform(layers: int, stages: int) -> Bounds:
     """Bounds. With fewer layers than stages the last stages are empty."""
-    if layers <= stages:
-        return [min(s, layers) for s in range(stages + 1)]
-    least, more = divmod(layers, stages)
-    return [s * least + min(s, more) for s in range(stages + 1)]
+    return [0, *accumulate(chunk_sizes(layers, stages))]
 
 
 def balanced(weights: Sequence[float], stages: int) -> Bounds:

@@ -12,6 +12,7 @@ from refimpl.zero.built import Built
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.gather.unit import unit_of
 from refimpl.zero.gather.units import make_whole
+from refimpl.zero.loop import start
 from refimpl.zero.loop.owned import let_go
 from refimpl.zero.parameter import Managed, place, stage_of
 
@@ -26,6 +27,24 @@ class Changing(Built):
             f"a {kind} cannot be copied or pickled: copy.deepcopy(model) is a plain model with the whole weights, and "
             "state_dict() this rank's part of a checkpoint (each on every rank)"
         )
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        """The optimizer, which is the caller's own object. RuntimeError if there is none."""
+        self.refuse_without_optimizer()
+        assert self.update.slices.optimizer is not None
+        return self.update.slices.optimizer
+
+    @optimizer.setter
+    def optimizer(self, other: optim.Optimizer | None) -> None:
+        start.refuse_other_optimizer(self.update.slices.optimizer, other)
+
+    def refuse_without_optimizer(self) -> None:
+        if self.update.slices.optimizer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no optimizer: give one to `initialize`, or its configuration a section "
+                '"optimizer"; a stage of your own takes one when it is built, or by `attach`'
+            )
 
     def attach(self, optimizer: optim.Optimizer) -> None:
         """Train with this optimizer, over parameters of the model, from now on. For a stage built without one."""

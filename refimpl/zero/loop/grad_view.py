@@ -111,7 +111,7 @@ class GradientView:
         """Let `write` change what `mine` gives. RuntimeError if there is none."""
         self.mine(p)
         bucket = self.gradients.bucket_of[p]
-        self.gradients.change(bucket, *bucket.within(self.gradients.total[bucket], p), write)
+        self.gradients.change(bucket, *bucket.within(self.gradients.total[bucket].numel(), p), write)
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, value: Tensor | None) -> None:

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from refimpl.offload.homes import is_here
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.built import Built
-from refimpl.zero.loop import start
 from refimpl.zero.parameter import DATA, Freed
 from refimpl.zero.reduction.owing import Owing
 
@@ -112,21 +111,3 @@ class Held(Built):
 
     def name_of(self, p: nn.Parameter) -> str:
         return self.names.get(p, "?")
-
-    @property
-    def optimizer(self) -> optim.Optimizer:
-        """The optimizer, which is the caller's own object. RuntimeError if there is none."""
-        self.refuse_without_optimizer()
-        assert self.update.slices.optimizer is not None
-        return self.update.slices.optimizer
-
-    @optimizer.setter
-    def optimizer(self, other: optim.Optimizer | None) -> None:
-        start.refuse_other_optimizer(self.update.slices.optimizer, other)
-
-    def refuse_without_optimizer(self) -> None:
-        if self.update.slices.optimizer is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no optimizer: give one to `initialize`, or its configuration a section "
-                '"optimizer"; a stage of your own takes one when it is built, or by `attach`'
-            )

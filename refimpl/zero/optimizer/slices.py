@@ -168,9 +168,7 @@ class Slices(ByPart):
 
     def span(self, bucket: Bucket, p: nn.Parameter) -> tuple[int, int]:
         """Where p lies in the bucket's master."""
-        if self.length[bucket] == bucket.padded:
-            return bucket.offset[p], bucket.offset[p] + p.numel()
-        return bucket.span(p)
+        return bucket.within(self.length[bucket], p)
 
     def cut(self, bucket: Bucket, at: int) -> None:
         """Cut the slice that has `at` inside, with its state, in two."""
