@@ -65,7 +65,7 @@ class Row:
 
 def dense(group: Group, experts: StackedExperts, x: Tensor, routes: Routes) -> Tensor:
     """GShard's: x [T, M] -> [T, M]. Every slot of every expert is computed."""
-    capacity = torch.tensor(routes.capacity)
+    capacity = torch.tensor(routes.capacity, device=x.device)
     if group.size > 1:
         dist.all_reduce(capacity, dist.ReduceOp.MAX)
     routes = replace(routes, limit=int(capacity))
@@ -122,6 +122,7 @@ class Layer(nn.Module):
         self.way = way
         torch.manual_seed(1 + group.rank)
         self.x = nn.Parameter(torch.randn(size.tokens, size.width))
+        self.to(group.device)
 
     def forward(self) -> Tensor:
         """Forward and backward -> the sum of the squared outputs."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import refimpl
 from refimpl import launch
+from refimpl.bench.moe import Size, contestants
 from refimpl.comm.group import Group
 from refimpl.compress.exchange import Scattered, Served
 from refimpl.compress.sign import Sign
@@ -126,3 +127,15 @@ def compressed(way: type[Scattered]) -> Tensor:
 def test_a_chunk_without_numbers_is_a_message_of_the_device_too(way: type[Scattered], ranks: launch.World) -> None:
     for here, there in zip(worlds.run(compressed, way, ranks=2), ranks.call(compressed, way), strict=True):
         assert torch.equal(here, there)
+
+
+def of_mixtures() -> list[float]:
+    """Of every contestant of `refimpl bench moe`, each rank alone: their gradients are compared there."""
+    alone = Group(None, device=Group.world().device)
+    layers = contestants(Size(11, 6, 5, 4, 2), alone)
+    assert {p.device.type for layer in layers.values() for p in layer.parameters()} == {alone.device.type}
+    return [float(layer()) for layer in layers.values()]
+
+
+def test_the_mixtures_of_the_bench_are_where_their_rank_computes(ranks: launch.World) -> None:
+    alike(ranks.call(of_mixtures), worlds.run(of_mixtures, ranks=2))
