@@ -79,6 +79,24 @@ def test_a_process_that_is_alone_trains_where_its_model_is(ranks: launch.World) 
     ranks.call(by_itself)
 
 
+def at_the_host() -> None:
+    """A buffer that a layer reads there."""
+    group = Group.world()
+    for kind in (DDP, Zero1, Zero2, Zero3):
+        model = nn.Linear(3, 3).to("pretend")
+        model.register_buffer("scale", torch.arange(5.0) + group.rank)
+        stage = kind(model, torch.optim.AdamW(model.parameters()), group)
+        assert torch.equal(model.scale, torch.arange(5.0))
+        model.scale += group.rank
+        stage.take_weights(group, "again")
+        assert torch.equal(model.scale, torch.arange(5.0))
+
+
+@together
+def test_a_buffer_at_the_host_travels_over_the_device(ranks: launch.World) -> None:
+    ranks.call(at_the_host)
+
+
 def dealt_out(folder: Path) -> None:
     listed = Experts([nn.Linear(8, 8) for _ in range(4)])
     model = nn.Sequential(*(MoE(Gate(8, 4, Routing()), experts) for experts in (listed, StackedExperts(8, 6, 4))))

@@ -52,7 +52,7 @@ class Beside(ByName):
                 group.broadcast(flat, tag=tag)
                 self.put_weights(bucket, flat)
         for tensor in [*(DATA.__get__(p) for p in self.names if self.home(p) is None), *self.model.buffers()]:
-            dense = tensor.contiguous()
+            dense = tensor.to(group.device).contiguous()
             group.broadcast(dense, tag=tag)
             tensor.copy_(dense)
         self.gather()

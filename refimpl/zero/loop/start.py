@@ -63,7 +63,7 @@ def share(
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
     for tensor, those in ranks.items():
-        whole = tensor.contiguous()
+        whole = tensor.to(those.device).contiguous()  # a buffer may be at the host
         those.broadcast(whole, tag="start")
         if whole is not tensor:
             tensor.copy_(whole)
