@@ -1,10 +1,12 @@
 """What cards on mixtures of experts claim and no other test shows."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from worlds import run
 
 from refimpl.comm.group import Group
+from refimpl.comm.link import Link
 from refimpl.model.experts import in_sources
 from refimpl.model.gates import Routing, route
 from refimpl.model.moe import mix, mix_dense
@@ -68,6 +70,22 @@ def test_through_the_nodes_go_as_many_bytes_in_fewer_messages() -> None:
     for straight, by_nodes in run(crossing, 2, ranks=4):
         assert by_nodes[1] == straight[1]
         assert by_nodes[0] * 2 == straight[0]
+
+
+def crossed(per_node: int) -> tuple[int, int]:
+    """Bytes that this rank sends, all and to other domains: as many rows to each rank, itself included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REFIMPL_RANKS_PER_NODE", str(per_node))
+        group = Group.world(link=Link.parse("100GB/s"))
+        Flat(group)(torch.randn(3 * group.size, 5), [[3] * group.size] * group.size)
+    return sum(group.ledger.sent_bytes().values()), sum(group.ledger.crossed_bytes().values())
+
+
+@pytest.mark.parametrize("near", [1, 2])
+def test_of_even_tokens_the_share_of_the_far_peers_crosses(near: int) -> None:
+    for sent, far in run(crossed, near, ranks=4):
+        assert sent == 3 * 3 * 5 * 4
+        assert far == sent * (4 - near) / (4 - 1)
 
 
 def distance(averaged: bool) -> Tensor:
