@@ -14,6 +14,7 @@ Wang et al., ASPLOS 2023, cut such pairs for TPUs; Megatron-LM has it as `tp_com
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
-from refimpl.parallel.conjugates import TAG
+from refimpl.parallel.conjugates import TAG, conjugate
 
 MARK = "own tokens multiplied"
 
@@ -55,13 +56,27 @@ class Gathering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, to: Coming) -> Tensor:
         ctx.group = to.group
-        mine = x.contiguous()
-        every = mine.new_empty(to.group.size, *mine.shape)
-        to.work = to.group.all_gather(every, mine, async_op=True, tag=TAG)
+        every, to.work = _begun(to.group, x)
         return every
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        mine = torch.empty_like(grads[0][0], memory_format=torch.contiguous_format)
-        ctx.group.reduce_scatter(mine, grads[0].contiguous(), tag=TAG)
-        return mine, None
+        return conjugate(grads[0], ctx.group, partial(_sum, ctx.group), partial(_every, ctx.group)), None
+
+
+def _begun(group: Group, x: Tensor) -> tuple[Tensor, Work]:
+    mine = x.contiguous()
+    every = mine.new_empty(group.size, *mine.shape)
+    return every, group.all_gather(every, mine, async_op=True, tag=TAG)
+
+
+def _every(group: Group, x: Tensor) -> Tensor:
+    every, work = _begun(group, x)
+    work.wait()
+    return every
+
+
+def _sum(group: Group, every: Tensor) -> Tensor:
+    mine = torch.empty_like(every[0], memory_format=torch.contiguous_format)
+    group.reduce_scatter(mine, every.contiguous(), tag=TAG)
+    return mine

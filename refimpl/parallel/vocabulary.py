@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from refimpl.comm.group import Group
 from refimpl.parallel.conjugates import TAG, reduce
@@ -102,7 +103,7 @@ class VocabParallelLoss(Parted):
 def parted_cross_entropy(logits: Tensor, targets: Tensor, counts: Tensor, span: slice, group: Group) -> Tensor:
     """logits [.., V/N] of the tokens in `span`, targets [..], counts [..] bool -> losses [..] fp32, 0 where it is not.
 
-    A collective; backward is none.
+    A collective; backward is none, and has no gradient itself (RuntimeError).
     """
     rows = logits.flatten(0, -2), targets.flatten(), counts.flatten()
     losses: Tensor = CrossEntropy.apply(*rows, span, group)  # type: ignore[no-untyped-call]
@@ -131,6 +132,7 @@ class CrossEntropy(torch.autograd.Function):
         return lost
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, place, elsewhere, counts = ctx.saved_tensors
         scale = grad.masked_fill(~counts, 0).unsqueeze(1)  # [n, 1]

@@ -9,7 +9,11 @@ from worlds import run
 
 from refimpl.comm.group import Group
 from refimpl.parallel import conjugates
+from refimpl.parallel.context.layout import Layout
+from refimpl.parallel.context.ring import ring_attention
+from refimpl.parallel.overlap import coming
 from refimpl.parallel.split import Split
+from refimpl.parallel.vocabulary import parted_cross_entropy
 
 FUNCTIONS = ["copy", "reduce", "scatter", "gather", "gather_sum", "sum_scatter"]
 WHOLE = (2, 12, 24)  # B, T, C: 12 tokens, 24 features go into 2, 3 and 4 ranks
@@ -120,6 +124,28 @@ def rounds() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_there_and_back_again(ranks: int) -> None:
     run(rounds, ranks=ranks)
+
+
+def twice() -> None:
+    group = Group.world()
+    x, weight = torch.randn(1, 3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    curved = []
+    for gathered in (coming(x, group).through(lambda part: part @ weight), conjugates.gather_sum(x, group) @ weight):
+        (slope,) = torch.autograd.grad(gathered.square().sum(), x, create_graph=True)
+        curved.append(torch.autograd.grad(slope.square().sum(), [x, weight]))
+    torch.testing.assert_close(curved[0], curved[1])
+    q = torch.randn(1, 1, 3, 4, requires_grad=True)
+    attended = ring_attention(q, q, q, group, Layout(3 * group.size, group.size), fused=False)
+    counts, targets = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
+    span = slice(4 * group.rank, 4 * (group.rank + 1))
+    for one in (attended, parted_cross_entropy(q.view(3, 4), targets, counts, span, group)):
+        (slope,) = torch.autograd.grad(one.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()
+
+
+def test_a_second_derivative_is_right_or_an_error() -> None:
+    run(twice, ranks=3)
 
 
 def test_a_group_of_one_exchanges_nothing() -> None:

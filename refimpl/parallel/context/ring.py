@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from refimpl.comm.group import Group
 from refimpl.comm.work import Work
@@ -43,7 +44,8 @@ def ring_attention(
     """Attention over the whole sequence. q [B, H, T/N, D], k, v [B, K, T/N, D], K a divisor of H -> [B, H, T/N, D].
 
     Each rank passes its tokens' as `layout` says. `scale`: 1/sqrt(D) by default. `fused`: by torch's kernel, where
-    there is one by default, else tile by tile. A collective, backward too. ValueError for other shapes.
+    there is one by default, else tile by tile. A collective, backward too, which has no gradient itself (RuntimeError).
+    ValueError for other shapes.
     """
     if layout.ranks != group.size or q.shape[2] != layout.here or k.shape[2] != layout.here:
         raise ValueError(
@@ -81,6 +83,7 @@ class Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         group, layout, causal, scale, fused = ctx.settings
