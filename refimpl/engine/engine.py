@@ -16,8 +16,14 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
   `step`. Every gradient that reaches a parameter is divided by gradient_accumulation_steps, whatever way the loss went:
   through the engine, the bare model, or two engines (DeepSpeed divides at the engine's outputs).
 - `backward` returns the loss that it was given, the number to log. DeepSpeed returns it divided by the accumulation.
+- The fp32 masters begin with the weights that `initialize` was given; DeepSpeed's with what bf16 or fp16 has left of
+  them, so that from one seed bf16 weights differ in their last bit from the first update on.
+- A micro-batch's gradient is divided where it arrives, in its dtype; DeepSpeed divides the loss. The bits are the same
+  where gradient_accumulation_steps is a power of two; fp16's loss scale settles that many times lower.
+- Sums in `data_types.grad_accum_dtype` travel in it; DeepSpeed's in the model's, or in communication_data_type.
 - A gradient that is not finite on any rank skips the update on all, in every stage and dtype.
-- `get_global_grad_norm` is a number after every step, in every stage and dtype.
+- `get_global_grad_norm` is a number after every step, in every stage and dtype. (DeepSpeed 0.19.8: inf after a step
+  that was skipped, None at stage 0 in fp32.)
 """
 
 import gc

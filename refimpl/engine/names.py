@@ -55,6 +55,7 @@ def schedule_problem(name: object) -> str | None:
 def optimizer_named(name: str, params: Mapping[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
     """The class and its arguments, with DeepSpeed's defaults where DeepSpeed has the name.
 
+    Lion's, which are not its paper's, are a rate of 1e-3 and betas of 0.9 and 0.999.
     "Adam" is AdamW unless adam_w_mode is false, and its weight_decay is 0 unless `torch_adam` asks for torch's 0.01.
     Both are fused: same formula, same bits on any cut at a multiple of 64 elements, ten times faster on a CPU.
     `bias_correction` false is the one thing that torch's Adam lacks.
@@ -62,6 +63,8 @@ def optimizer_named(name: str, params: Mapping[str, Any]) -> tuple[Callable[...,
     options, kind = dict(params), name.lower()
     if kind == "muon":
         options.pop(BY_HEADS, None)  # said of parameters: see heads.py
+    if kind == "lion":
+        options = {"lr": 1e-3, "betas": (0.9, 0.999)} | options
     if kind in BUILT:
         return BUILT[kind], options
     if (mup := next((one for one in MUP if one.lower() == kind), None)) is not None:

@@ -40,7 +40,7 @@ class ZeroConfig:
     allgather_bucket_size: int = 5_000_000  # elements gathered at a time after a step
     overlap_comm: bool = True  # reduce while backward still computes
     gradient_clipping: float = 0.0  # largest global L2 norm; 0 does not clip
-    communication_data_type: torch.dtype | None = None  # dtype of gradients on the wire; None: the model's
+    communication_data_type: torch.dtype | None = None  # dtype of gradients on the wire; None: that of the sums
     compression: Compression | None = None  # gradients travel compressed (DDP, ZeRO-1); None: as they are
     grad_accum_dtype: torch.dtype | None = None  # dtype of accumulated gradients; None: the model's
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"  # what a gradient over ranks is

@@ -28,6 +28,7 @@ from refimpl.deepspeed.launcher import runner
 from refimpl.deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from refimpl.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from refimpl.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, MultiTensorApply
+from refimpl.deepspeed.ops.lamb import FusedLamb
 from refimpl.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from refimpl.deepspeed.runtime import config as constants
 from refimpl.deepspeed.runtime import config_utils, utils
@@ -45,6 +46,7 @@ from refimpl.deepspeed.utils import timer
 from refimpl.deepspeed.utils.logging import print_dist
 from refimpl.deepspeed.utils.tensor_fragment import fragment_address
 from refimpl.deepspeed.utils.torch import required_torch_version
+from refimpl.engine.trained import named_optimizer
 from refimpl.optim.lion import Lion
 
 KINDS = (
@@ -71,6 +73,16 @@ def test_an_optimizer_steps_as_the_one_it_stands_for(kind: type) -> None:
     torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     assert isinstance(mine, kind)
     assert not isinstance(theirs, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("Adam", FusedAdam), ("Adagrad", DeepSpeedCPUAdagrad), ("Lion", FusedLion), ("Lamb", FusedLamb)]
+)
+def test_what_the_json_does_not_say_is_as_the_class_has_it(name: str, kind: type) -> None:
+    p = [nn.Parameter(torch.ones(2))]
+    named, made = named_optimizer(name, p, {}), kind(p)
+    for option in ("lr", "betas", "eps", "weight_decay"):
+        assert named.defaults.get(option) == made.defaults.get(option), option
 
 
 @pytest.mark.parametrize(("kind", "switch"), [(FusedAdam, "adam_w_mode"), (DeepSpeedCPUAdam, "adamw_mode")])

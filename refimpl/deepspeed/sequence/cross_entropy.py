@@ -55,8 +55,15 @@ def vocab_parallel_cross_entropy(
     given = vocab_start_index, vocab_end_index
     bounds = bounds_of(vocab_parallel_logits.shape[-1], tp_group, *given, global_vocab_size)
     each = each_loss(vocab_parallel_logits, target, tp_group, bounds, ignore_index)
+    if gather_sequence_loss:
+        return gather_sum(each, group_of(sp_group), dim=0)
+    return reduced(each, target, ignore_index, reduction, sp_group)
+
+
+def reduced(each: Tensor, target: Tensor, ignore_index: int, reduction: str, sp_group: ProcessGroup | None) -> Tensor:
+    """Losses [..] of this rank's tokens -> as they are, or their sum or mean over `sp_group`'s ranks too."""
     if reduction == "none":
-        return gather_sum(each, group_of(sp_group), dim=0) if gather_sequence_loss else each
+        return each
     total, counts = each.sum(), (target != ignore_index).sum().float()
     if sp_group is not None:
         total = gather_sum(total.view(1), group_of(sp_group), dim=0).sum()

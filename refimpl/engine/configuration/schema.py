@@ -56,7 +56,7 @@ class DeepSpeedConfig(value.Section):
         default=1.0, gt=0, description="without prescale: divide by this before, by the rest after"
     )
     communication_data_type: value.Dtype | None = Field(
-        default=None, description="dtype on the wire; unset: the model's"
+        default=None, description="dtype on the wire; unset: data_types.grad_accum_dtype, or the model's"
     )
     seq_parallel_communication_data_type: value.Dtype | None = Field(
         default=None, description="the same where ranks share sequences; unset: as that (in DeepSpeed fp32)"
