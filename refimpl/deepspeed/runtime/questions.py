@@ -1,0 +1,108 @@
+"""What DeepSpeed's engine answers about one key of its file each, by a table. What scripts ask often: engine/asked.py.
+
+`engine.zero_reduce_bucket_size()` is the file's `zero_optimization.reduce_bucket_size`, or the default. None where the
+section is not there. DeepSpeed: deepspeed/runtime/engine.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from refimpl.engine.engine import Engine
+
+ZERO = "zero_optimization."
+KEYS = {
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric": "autotuning.metric",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "log_level": "log_level",
+    "optimizer_params": "optimizer.params",
+    "scheduler_params": "scheduler.params",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "zero_allgather_bucket_size": ZERO + "allgather_bucket_size",
+    "zero_hpz_partition_size": ZERO + "zero_hpz_partition_size",
+    "zero_max_live_parameters": ZERO + "stage3_max_live_parameters",
+    "zero_max_reuse_distance": ZERO + "stage3_max_reuse_distance",
+    "zero_model_persistence_threshold": ZERO + "stage3_model_persistence_threshold",
+    "zero_module_granularity_threshold": ZERO + "stage3_module_granularity_threshold",
+    "zero_param_persistence_threshold": ZERO + "stage3_param_persistence_threshold",
+    "zero_prefetch_bucket_size": ZERO + "stage3_prefetch_bucket_size",
+    "zero_quantized_gradients": ZERO + "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": ZERO + "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": ZERO + "zero_quantized_weights",
+    "zero_reduce_bucket_size": ZERO + "reduce_bucket_size",
+    "zero_sub_group_size": ZERO + "sub_group_size",
+}
+
+
+def question(name: str, key: str) -> Callable[[Engine], Any]:
+    def answer(engine: Engine) -> Any:
+        value: Any = engine.config
+        for part in key.split("."):
+            value = None if value is None else getattr(value, part)
+        return value
+
+    answer.__name__, answer.__doc__ = name, f"The configuration's `{key}`."
+    return answer
+
+
+def zero_overlap_comm(engine: Engine) -> bool:
+    """`overlap_comm`; where it is not said, whether the stage is 3."""
+    said = engine.config.zero_optimization.overlap_comm
+    return engine.zero_optimization_stage() == 3 if said is None else said
+
+
+def zero_offload_optimizer(engine: Engine) -> Any:
+    """The section, None where nothing is offloaded."""
+    section = engine.config.zero_optimization.offload_optimizer
+    return None if section.device == "none" else section
+
+
+def zero_offload_param(engine: Engine) -> Any:
+    """The section, None where nothing is offloaded."""
+    section = engine.config.zero_optimization.offload_param
+    return None if section.device == "none" else section
+
+
+def torch_autocast_dtype(engine: Engine) -> torch.dtype | None:
+    """None where forward does not run under autocast."""
+    asked = engine.config.torch_autocast
+    return asked.dtype if asked.enabled else None
+
+
+def postscale_gradients(engine: Engine) -> bool:
+    """Whether gradients are divided behind their sum."""
+    return not engine.config.prescale_gradients
+
+
+def communication_data_type(engine: Engine) -> torch.dtype:
+    """dtype of gradients on the wire."""
+    return engine.config.communication_data_type or engine.get_data_types()[1]
+
+
+def no(engine: Engine) -> bool:
+    """False: `data_efficiency` is not part of this project."""
+    return False
+
+
+for name, path in KEYS.items():
+    setattr(Engine, name, question(name, path))
+for written in (
+    zero_overlap_comm, zero_offload_optimizer, zero_offload_param, torch_autocast_dtype, postscale_gradients,
+):  # fmt: skip
+    setattr(Engine, written.__name__, written)
+for name in ("data_efficiency_enabled", "data_sampling_enabled", "curriculum_learning_enabled", "random_ltd_enabled"):
+    setattr(Engine, name, no)
+setattr(Engine, "communication_data_type", property(communication_data_type))  # noqa: B010
