@@ -20,7 +20,7 @@ import torch.distributed as dist
 import worlds
 
 from refimpl import launch
-from refimpl.engine.initialize import connect
+from refimpl.engine.assemble import connect
 from refimpl.ranks.environment import LAUNCHERS, Place
 from refimpl.ranks.meet import has_own_gpu
 
@@ -199,7 +199,7 @@ def test_a_forgotten_join_is_an_error_on_every_rank() -> None:
 
 
 def test_initialize_joins_the_ranks_of_any_launcher() -> None:
-    source = HEAD + "from refimpl.engine.initialize import connect\nprint(connect().size, connect().size)\n"
+    source = HEAD + "from refimpl.engine.assemble import connect\nprint(connect().size, connect().size)\n"
     assert forked(source, srun) == [(0, "2 2\n")] * 2
 
 

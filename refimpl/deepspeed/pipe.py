@@ -9,7 +9,7 @@ from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.axes import Axes
 from refimpl.comm.mesh import Mesh
 from refimpl.deepspeed.grid import PipelineParallelGrid
-from refimpl.engine.initialize import connect
+from refimpl.engine.assemble import connect
 from refimpl.engine.pipeline import PipelineEngine, PipelineError
 from refimpl.parallel.pipeline import module
 from refimpl.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec

@@ -41,6 +41,7 @@ from refimpl.activation.checkpoint import Checkpoint
 from refimpl.comm.streams import sent
 from refimpl.engine import checkpoint
 from refimpl.engine.activations import checkpointer
+from refimpl.engine.assemble import parts_of
 from refimpl.engine.autotuning import Trial
 from refimpl.engine.build import Parts
 from refimpl.engine.compressed import Clock
@@ -63,8 +64,11 @@ class Engine(Saved, ModuleState):
 
     mpu: Any = None  # who says how ranks share the model: deepspeed.initialize's argument, or a PipelineModule's grid
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, args: Parts | Any = None, *others: Any, **named: Any) -> None:
+        """`args`: the parts; or all arguments are those of DeepSpeed's engine, as a script's own subclass hands on."""
+        parts = args if isinstance(args, Parts) else parts_of(args, *others, **named)
         super().__init__(parts)
+        self.mpu = named.get("mpu")
         self.report, self.monitor = Report(parts), parts.monitor
         self.tput_timer = ThroughputTimer()
         self.device = self.group.device

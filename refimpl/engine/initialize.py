@@ -1,30 +1,20 @@
 """`refimpl.initialize`: one call from a plain torch model to an engine that trains it on all ranks.
 
-DeepSpeed's counterparts: `initialize` in deepspeed/__init__.py, `init_distributed` in deepspeed/comm/comm.py.
+What is made of the arguments first: assemble.py beside this file. DeepSpeed's counterpart: `initialize` in
+deepspeed/__init__.py.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from refimpl import launch
-from refimpl.comm import levels
-from refimpl.comm.axes import Axes
-from refimpl.comm.group import Group
-from refimpl.engine.build import build
-from refimpl.engine.configuration.keys import ConfigError
-from refimpl.engine.configuration.read import raw_config
-from refimpl.engine.cut import AUTOTP_RANKS, AUTOTP_SIZE
+from refimpl.engine.assemble import parts_of
 from refimpl.engine.dualpipe_v import DualPipeVEngine
 from refimpl.engine.engine import Engine
-from refimpl.engine.layout import AXIS_KEYS, axes_asked
 from refimpl.engine.pipeline import PipelineEngine
 from refimpl.engine.python_gc import COLLECTOR
 from refimpl.engine.trained import MakeOptimizer, Parameters
@@ -57,31 +47,10 @@ def initialize(
     (data_parallel_size, sequence_parallel_size), over the file's. ValueError, or ConfigError, names what is wrong. On
     every rank, with the same arguments.
     """
-    given = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    sources = {name: value for name, value in given.items() if value is not None}
-    if len(sources) != 1:
-        found = " and ".join(sources) or "none"
-        raise ValueError(f"initialize needs one configuration, as one of {', '.join(given)}; found {found}")
-    if model is None:
-        raise ValueError("initialize needs a model")
-    if not isinstance(model, nn.Module):
-        given_model = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"initialize: model must be a torch.nn.Module, not {given_model}")
-    (source,) = sources.values()
-    raw = raw_config(source)
-    if mesh_param is not None:
-        if len(mesh_param) != 2:
-            raise ValueError(f"mesh_param = {mesh_param}: must be (data_parallel_size, sequence_parallel_size)")
-        raw |= dict(zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True))
-    size = autotp(raw, model)
-    axes = laid_out(raw, model, mpu, connect(dist_init_required))
-    refuse_other_ranks(model, axes)
-    is_cut = mpu is not None and not size  # tp_model_init has left the cut to this call, also along an mpu's groups
-    parts = build(model, raw, axes, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, is_cut)
+    parts = parts_of(
+        args, model, optimizer, model_parameters, training_data, lr_scheduler,
+        mpu, dist_init_required, collate_fn, config, config_params=config_params, mesh_param=mesh_param,
+    )  # fmt: skip
     engine = kind_of(parts.model)(parts)
     if engine.config.disable_python_gc:  # last: an engine that is refused leaves the collector on
         engine.resume_python_gc = COLLECTOR.pause(engine)
@@ -93,61 +62,3 @@ def kind_of(model: nn.Module) -> type[Engine]:
     if not isinstance(model, PipelineModule):
         return Engine
     return DualPipeVEngine if model.name == "dualpipe-v" else PipelineEngine
-
-
-def autotp(raw: dict[str, Any], model: nn.Module) -> int:
-    """The size that `tp_model_init` was asked for, or 0; the configuration says it then. ConfigError for another."""
-    if size := getattr(model, AUTOTP_SIZE, 0):
-        section = dict(raw.get("tensor_parallel") or {})
-        if (said := section.get("autotp_size") or size) not in (size, "auto"):
-            raise ConfigError(f"tensor_parallel.autotp_size is {said}, and tp_model_init was asked for {size}: which?")
-        raw["tensor_parallel"] = section | {"autotp_size": size}
-    return size
-
-
-def refuse_other_ranks(model: nn.Module, axes: Axes) -> None:
-    """ValueError where `tp_model_init` was given a group, and the model would be cut over other ranks than its own."""
-    ranks = getattr(model, AUTOTP_RANKS, None)
-    if ranks is not None and set(ranks) != set(axes.tensor.ranks):
-        raise ValueError(
-            f"tp_model_init: tp_group has ranks {ranks}, and initialize would cut the model over {axes.tensor.ranks}: "
-            "give it the mpu whose model parallel group that is"
-        )
-
-
-def laid_out(raw: Mapping[str, Any], model: nn.Module, mpu: Any, world: Group) -> Axes:
-    """The axes as a PipelineModule, an mpu or the configuration has them."""
-    asked = axes_asked(raw)
-    said = world.all_gather_object(asked)
-    if any(other != said[0] for other in said):
-        raise ConfigError(f"the ranks ask for different axes: {said}; give all of them the same configuration")
-    if not isinstance(model, PipelineModule):
-        return of_keys(asked, world) if mpu is None else Axes.of_mpu(mpu, world)
-    if mpu is not None:
-        raise ValueError("mpu: a PipelineModule has its own layout of the ranks; leave mpu out")
-    return model.axes
-
-
-def of_keys(asked: Mapping[str, int], world: Group) -> Axes:
-    """The axes of these sizes. ConfigError, by the keys that ask for them, where they do not divide the ranks."""
-    try:
-        return Axes.of_sizes(asked, world)
-    except ValueError as error:
-        keys = ", ".join(AXIS_KEYS[axis] for axis, size in asked.items() if size > 1)
-        raise ConfigError(f"{keys}: {error}") from error
-
-
-def connect(dist_init_required: bool | None = None) -> Group:
-    """All ranks of this job: those of `launch.run`, those of torchrun, or this process alone, on its GPU if it has one.
-
-    `dist_init_required` is DeepSpeed's: None and True join a launcher's ranks when they are not joined yet; False
-    insists that torch.distributed is initialised already, RuntimeError if it is not.
-    """
-    if not dist.is_initialized():
-        if dist_init_required is False:
-            raise RuntimeError("dist_init_required=False, but torch.distributed is not initialised: leave it out")
-        if launch.under_torchrun():
-            launch.join()
-        elif torch.cuda.is_available():
-            os.environ.setdefault("REFIMPL_DEVICE", f"cuda:{torch.cuda.current_device()}")
-    return levels.world()

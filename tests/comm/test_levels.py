@@ -20,7 +20,7 @@ from refimpl.comm.group import Group
 from refimpl.comm.level_model import Choice
 from refimpl.comm.levels import ByLevels, of_mesh, two_level, world
 from refimpl.comm.mesh import Mesh
-from refimpl.engine.initialize import connect
+from refimpl.engine.assemble import connect
 from refimpl.zero.config import ZeroConfig
 
 run = functools.partial(worlds.run, device="cpu")

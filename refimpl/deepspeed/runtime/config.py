@@ -17,6 +17,7 @@ from refimpl.engine.configuration import schema
 from refimpl.engine.configuration.keys import ConfigError as DeepSpeedConfigError
 from refimpl.engine.configuration.read import raw_config
 from refimpl.engine.layout import AXIS_KEYS, axes_asked
+from refimpl.ranks.environment import several
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "lion", "adagrad"
 LAMB_OPTIMIZER, MUON_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "lamb", "muon", "onebitlamb"
@@ -42,7 +43,8 @@ def DeepSpeedConfig(
 ) -> schema.DeepSpeedConfig:
     """The file or dictionary, checked, for this job's ranks: as the mesh or `mpu` lays them out, else as the file does.
 
-    `DeepSpeedConfigError` names wrong keys, and those whose axes do not divide the ranks.
+    `DeepSpeedConfigError` names wrong keys, and those whose axes do not divide the ranks. Before `init_distributed` the
+    ranks are those that the launcher announces (DeepSpeed: one, so that its train_batch_size is too small).
     """
     raw = raw_config(config)
     return engine_config.load_config(raw, world_size=feeds(raw, mpu, mesh_device))
@@ -54,7 +56,10 @@ def feeds(raw: Mapping[str, Any], mpu: Any, mesh_device: DeviceMesh | None) -> i
         return dist.get_world_size(mesh_device.get_group("data_parallel"))
     if hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
-    ranks, axes = Group.world().size, {axis: axes_asked(raw)[axis] for axis in ("pp", "cp", "tp")}
+    ranks, axes = (
+        Group.world().size if dist.is_initialized() else several(),
+        {axis: axes_asked(raw)[axis] for axis in ("pp", "cp", "tp")},
+    )
     if hasattr(mpu, "get_sequence_parallel_world_size"):
         return ranks // int(mpu.get_sequence_parallel_world_size())
     if ranks % prod(axes.values()):

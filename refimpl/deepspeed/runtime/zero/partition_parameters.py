@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from refimpl.comm.group import Group
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.runtime.zero.fragment import Fragment
+from refimpl.engine.assemble import connect
 from refimpl.engine.configuration.read import read_json
-from refimpl.engine.initialize import connect
 from refimpl.offload.homes import Host
 from refimpl.zero import init
 from refimpl.zero.gather.secondary import Secondary
