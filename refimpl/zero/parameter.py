@@ -13,6 +13,8 @@ pickle) is an ordinary parameter with the whole values. DeepSpeed hangs the same
 (deepspeed/runtime/zero/partition_parameters.py) and lets `p.grad` be None.
 """
 
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -211,6 +213,18 @@ class Freed(Managed):
                         p.zero_unit.wanted(p, spoken(func))
             return func(*args, **(kwargs or {}))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Where a state_dict is of names, a pickle is too: rank 0 of DeepSpeed's scripts writes it alone."""
+        if not names_alone():
+            return super().__reduce_ex__(protocol)
+        warnings.warn(
+            "a sharded parameter is written as an empty tensor, as DeepSpeed writes it: gather it first "
+            "(`GatheredParameters`), call `save_16bit_model`, or set REFIMPL_STATE_DICT=whole and save on every rank",
+            stacklevel=2,
+        )
+        empty = nn.Parameter(torch.empty(0, dtype=self.dtype), self.requires_grad)
+        return empty.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def whole_copy(self) -> Tensor:
         return self.zero_unit.copy_of(self, "a copy of a parameter (deepcopy, pickle)")
 
@@ -238,6 +252,14 @@ HARMLESS = {
 CONVERSIONS = {
     Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
 }  # fmt: skip
+
+
+def names_alone() -> bool:
+    """What REFIMPL_STATE_DICT says; ValueError for another word."""
+    wish = os.environ.get("REFIMPL_STATE_DICT", "")
+    if wish not in ("", "whole", "names"):
+        raise ValueError(f"REFIMPL_STATE_DICT must be whole or names, or not set, not {wish!r}")
+    return wish == "names"
 
 
 def unnumbered(x: Any) -> Any:

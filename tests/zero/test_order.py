@@ -314,6 +314,14 @@ def names_alone() -> list[str]:
         stage = built()
     train(stage)
     named = stage.model.state_dict() if dist.get_rank() == 0 else {}
+    if named:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("REFIMPL_STATE_DICT", "names")
+            with pytest.warns(UserWarning, match="written as an empty tensor.*save_16bit_model"):
+                torch.save(named, file := io.BytesIO())
+        file.seek(0)
+        written = torch.load(file, weights_only=True)
+        assert {name: p.numel() for name, p in written.items()} == dict.fromkeys(named, 0)
     for name, p in named.items():
         assert p.shape == stage.model.get_parameter(name).shape
         with pytest.raises(RuntimeError, match=f"parameter {re.escape(name)}: .* needs its values"):

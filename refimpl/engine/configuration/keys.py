@@ -94,6 +94,10 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "pipeline.use_reentrant": ("checkpoints are never re-entrant here", [False]),
     "zero_optimization.pipeline_loading_checkpoint": ("a checkpoint is loaded in one pass", [False]),
     "zero_optimization.elastic_checkpoint": ("a checkpoint goes on at any number of ranks in any case", [False]),
+    "checkpoint.use_node_local_storage": (
+        "all ranks write into one folder, to go on at any number of them: on several machines it must be shared",
+        [False],
+    ),
     "checkpoint.checkpoint_serialization": ("checkpoints are safetensors, not pickles", [True]),
     "checkpoint.writer.type": ("files are written by Python's own calls", ["PYTHON", "python"]),
     "checkpoint.writer.io_buffer_size": ("tensors are written from where they are", []),
@@ -115,10 +119,6 @@ REJECTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "aio.use_gds": ("not part of this project: GPUDirect Storage", [False]),
     "zero_optimization.zenflow": ("not part of this project", [None]),
     "zero_optimization.legacy_stage1": ("not part of this project: stage 1 is stage 1", [False]),
-    "checkpoint.use_node_local_storage": (
-        "a checkpoint goes on at any number of ranks, and all of them must see its folder: put it on a shared disk",
-        [False],
-    ),
 }
 
 # Warned of where their section has a device, and not read where it has none.

@@ -6,10 +6,10 @@ those of a module and the ones around it. DeepSpeed writes empty tensors here an
 
 So its users' rank 0 calls `state_dict()` alone, for the names (OpenRLHF's save, PEFT's of `modules_to_save`). With
 REFIMPL_STATE_DICT=names nothing is gathered: what is sharded comes as the parameter itself, of which any use but of its
-shape is an error that says how it is had, unless a `GatheredParameters` block holds it whole.
+shape is an error that says how it is had, unless a `GatheredParameters` block holds it whole. A pickle has it empty,
+with a warning, as DeepSpeed's has (DeepSpeed-Chat's rank 0 writes such a file, and the gathered one in its place).
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.zero.gather.unit import unit_of, whole
-from refimpl.zero.parameter import Hook
+from refimpl.zero.parameter import Hook, names_alone
 
 
 def named_tensors(model: nn.Module) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class StateDicts:
 
     def __init__(self, modules: Iterable[nn.Module], model: nn.Module | None = None) -> None:
         self.handles: list[Any] = []
-        self.paused, self.names_alone = False, _names_alone()
+        self.paused, self.names_alone = False, names_alone()
         self.is_told = False  # whether the ranks know that the whole model is being saved
         self._loading: dict[nn.Module, whole] = {}
         if model is not None:
@@ -123,11 +123,3 @@ class StateDicts:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-def _names_alone() -> bool:
-    """What REFIMPL_STATE_DICT says; ValueError for another word."""
-    wish = os.environ.get("REFIMPL_STATE_DICT", "")
-    if wish not in ("", "whole", "names"):
-        raise ValueError(f"REFIMPL_STATE_DICT must be whole or names, or not set, not {wish!r}")
-    return wish == "names"
