@@ -6,13 +6,15 @@ Collectives take the device's tensors alone, as NCCL does, and pass through the 
 import os
 import subprocess
 import types
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import cpp_extension
 from torch.utils._pytree import tree_leaves
 
@@ -59,6 +61,17 @@ def load(library: Path) -> None:
     # `module.to` keeps its parameters, and so what is tied, as between the CPU and a GPU.
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils.swap_tensors = torch._C._swap_tensor_impl
+    nn.Module._load_from_state_dict = in_place(nn.Module._load_from_state_dict)  # type: ignore[method-assign]
+
+
+def in_place(load: Callable[..., None]) -> Callable[..., None]:
+    """It copies into parameters and buffers, as on a GPU, where they need not be swapped to move."""
+
+    def loaded(*args: Any) -> None:
+        with mock.patch.object(torch.__future__, "get_swap_module_params_on_conversion", return_value=False):
+            load(*args)
+
+    return loaded
 
 
 def live_on(library: Path) -> None:
