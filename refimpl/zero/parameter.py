@@ -152,6 +152,13 @@ class Managed(nn.Parameter):
         if value and self.stage is not None:
             self.stage.unfrozen(self)
 
+    def module_load(self, other: Tensor, assign: bool = False) -> Tensor:
+        """What torch asks where a load swaps tensors: no, or an update would be of memory that no parameter has."""
+        raise RuntimeError(
+            "load_state_dict would put another tensor in the place of a parameter that a stage looks after: "
+            "torch.__future__.set_swap_module_params_on_conversion(False) first"
+        )
+
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """As torch's; but "cpu:1", as accelerate calls the CPU on rank 1, is where all of it is already: no copy."""
         return super().to(*map(unnumbered, args), **{key: unnumbered(value) for key, value in kwargs.items()})

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -208,6 +209,9 @@ def refused(stage_name: str, how: str) -> None:
     plain(model, optimizer, lambda step: batch(step, group.rank))
     if how == "data":
         model[0].weight.data = torch.zeros(7, 5)
+    if how == "swapped":
+        with mock.patch.object(torch.__future__, "_swap_module_params_on_conversion", True):
+            model.load_state_dict(model.state_dict())
     if how == "state of another":
         optimizer.load_state_dict(group.all_gather_object(optimizer.state_dict())[0])
     if how in ("step", "zero_grad"):
@@ -230,6 +234,7 @@ def refused(stage_name: str, how: str) -> None:
         ("reduced by torch", "0 is torch's DistributedDataParallel, .*: hand over its .module"),
         ("momentum", "SGD has already taken steps"),
         ("data", r"parameter 0.weight\.data = .*p.data.copy_|parameter 0.weight: data needs its values"),
+        ("swapped", r"load_state_dict would put another tensor in .*set_swap_module_params_on_conversion\(False\)"),
         ("state of another", r"this state is rank 0's of 2, Zero\d; here is rank 1 of 2"),
         ("late backward", "modified by an inplace operation"),
         ("inference", r"parameter 0\.weight: it was made, .*, under torch\.inference_mode"),
