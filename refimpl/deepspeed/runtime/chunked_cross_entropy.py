@@ -8,6 +8,7 @@ is one kernel, which makes the gradient in forward: see `refimpl.kernels.cross_e
 DeepSpeed: deepspeed/runtime/chunked_cross_entropy.py, which keeps a log-sum-exp a row, and has no second derivative.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal
 
@@ -16,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refimpl.deepspeed.runtime.sequence_parallel.tiled import again
-from refimpl.kernels.cross_entropy import cross_entropy
-from refimpl.kernels.language import takes
 
 Backend = Literal["auto", "triton", "torch"]
 BACKENDS = ("auto", "triton", "torch")
@@ -41,16 +40,27 @@ def chunked_cross_entropy(
         raise ValueError(f"logits must be [M, V] and target [M], not {list(logits.shape)} and {list(target.shape)}")
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"{reduction=}: one of none, sum and mean")
-    if refused(block_rows, backend) == "triton" and not takes(logits):
+    kernel = None if refused(block_rows, backend) == "torch" else kernel_for(logits)
+    if kernel is not None:
+        return kernel(logits, target, ignore_index, reduction)
+    if backend == "triton":
         raise RuntimeError('backend="triton": these logits are on no GPU that has Triton; leave it out, or say "torch"')
-    if backend != "torch" and takes(logits):
-        return cross_entropy(logits, target, ignore_index, reduction)
     rows = block_rows or max(1, BLOCK // max(1, logits.shape[1]))
     blocks = zip(torch.split(logits, rows), torch.split(target, rows), strict=True)
     each = torch.cat([again(wide_loss, block, aims, ignore_index) for block, aims in blocks])
     if reduction == "none":
         return each
     return each.sum() if reduction == "sum" else each.sum() / (target != ignore_index).sum()
+
+
+def kernel_for(logits: Tensor) -> Callable[..., Tensor] | None:
+    """The kernel, where it runs; a CPU has no use for its import."""
+    if not logits.is_cuda:
+        return None
+    from refimpl.kernels.cross_entropy import cross_entropy
+    from refimpl.kernels.language import takes
+
+    return cross_entropy if takes(logits) else None
 
 
 def wide_loss(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
