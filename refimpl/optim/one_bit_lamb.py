@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from refimpl.optim.base import Moved
-from refimpl.optim.lamb import denominator, direction, length, ratio
-from refimpl.optim.squares import squared
+from refimpl.optim.lamb import denominator, direction, length, ratio, squared
 from refimpl.optim.travelling import Backend, Travelling, least_one
 
 

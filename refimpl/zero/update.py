@@ -18,8 +18,8 @@ from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
 from refimpl.comm.streams import told
+from refimpl.optim.lamb import squared
 from refimpl.optim.loss_scale import LossScaler
-from refimpl.optim.squares import squared
 from refimpl.zero.agreement.beyond import Beyond
 from refimpl.zero.agreement.missed import FROZEN, is_parted, summed, without
 from refimpl.zero.agreement.settings import WORDS, are_equal, checksum

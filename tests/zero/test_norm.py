@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refimpl.optim.squares import squared
+from refimpl.optim.lamb import squared
 from refimpl.zero.norm import GradNorm
 
 

@@ -23,7 +23,7 @@ from refimpl.comm.group import Group
 from refimpl.offload.blocks import BlockFile, OffloadError, Record
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import Shelf
-from refimpl.optim.squares import squared
+from refimpl.optim.lamb import squared
 from refimpl.zero.flat import Bucket
 
 
