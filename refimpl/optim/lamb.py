@@ -23,7 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from refimpl.optim.base import Base, Moved
 
-BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
+BLOCK = 1 << 16  # elements widened to fp64 at a time
 
 
 class Lamb(Base):
@@ -128,14 +128,14 @@ def length(step: float, group: dict[str, Any]) -> Tensor | float:
     return lr * (math.sqrt(1 - beta2**step) / (1 - beta1**step)) if group["bias_correction"] else lr
 
 
-def squared(x: Tensor, exact: bool = True) -> Tensor:
-    """x of any shape -> its sum of squares, fp64; squared in fp32 unless `exact`."""
+def squared(x: Tensor) -> Tensor:
+    """x of any shape -> its sum of squares, fp64."""
     if x.device.type != "cpu":
         (norm,) = torch._foreach_norm([x], dtype=torch.float64)  # vector_norm would widen all of x before the kernel
         return norm.square()
     total = torch.zeros((), dtype=torch.float64)
     for block in torch.split(x.reshape(-1), BLOCK):
-        wide = block.to(torch.float64 if exact else torch.float32)
+        wide = block.double()
         total += torch.dot(wide, wide)
     return total
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn, optim
 
 from refimpl.comm.group import Group
 from refimpl.comm.streams import told
-from refimpl.optim.lamb import squared
 from refimpl.optim.loss_scale import LossScaler
 from refimpl.zero.agreement.beyond import Beyond
 from refimpl.zero.agreement.missed import FROZEN, is_parted, summed, without
@@ -34,6 +33,8 @@ from refimpl.zero.reduction.owing import Owing
 if TYPE_CHECKING:
     from refimpl.zero.agreement.alike import Alike
     from refimpl.zero.reduction.resting import Resting
+
+NORM_BLOCK = 1 << 16  # elements widened to fp64 at a time, so that the copy stays in cache
 
 
 class Update(Masters):
@@ -196,10 +197,10 @@ class Update(Masters):
         for bucket, gradient in gradients.items():
             everywhere = self.averaged and gradient.numel() == bucket.padded  # then each rank counts a part
             mine = bucket.shard(gradient) if everywhere else gradient
-            total += known[bucket] if bucket in known else squared(mine, exact)
+            total += known[bucket] if bucket in known else sum_of_squares(mine, exact)
             if self.beyond and not self.beyond.counted_elsewhere.keys().isdisjoint(bucket.params):
                 seen = self.resting.whole(bucket) if self.resting and bucket in known else mine
-                total -= sum(squared(copy, exact) for copy in self.beyond.copies(bucket, seen))
+                total -= sum(sum_of_squares(copy, exact) for copy in self.beyond.copies(bucket, seen))
         return total if self.averaged else total / self.group.size
 
     def _warn(self, was_finite: bool) -> None:
@@ -226,3 +227,15 @@ class Update(Masters):
         self.skipped_steps = state["skipped_steps"]
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def sum_of_squares(x: Tensor, exact: bool) -> Tensor:
+    """x [n] -> its sum of squares, fp64; squared in fp32 unless `exact`."""
+    if x.device.type != "cpu":
+        (norm,) = torch._foreach_norm([x], dtype=torch.float64)  # vector_norm would widen all of x before the kernel
+        return norm.square()
+    total = torch.zeros((), dtype=torch.float64)
+    for block in torch.split(x, NORM_BLOCK):
+        wide = block.to(torch.float64 if exact else torch.float32)
+        total += torch.dot(wide, wide)
+    return total

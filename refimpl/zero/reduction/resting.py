@@ -23,8 +23,8 @@ from refimpl.comm.group import Group
 from refimpl.offload.blocks import BlockFile, OffloadError, Record
 from refimpl.offload.homes import Disk, Host, away
 from refimpl.offload.shelf import Shelf
-from refimpl.optim.lamb import squared
 from refimpl.zero.flat import Bucket
+from refimpl.zero.update import sum_of_squares
 
 
 class Resting:
@@ -139,4 +139,4 @@ class RestingOnDisk(Resting):
             self.shelves[bucket].write(0, flat)
         else:
             self.shelves[bucket] = Shelf(self.disk, flat, self.most, ahead=False)
-        self.squares[bucket] = squared(flat)
+        self.squares[bucket] = sum_of_squares(flat, exact=True)
