@@ -8,8 +8,8 @@
 `Quantised` is qwZ of ZeRO++: int8 in blocks of 256 with an fp32 scale each, for bf16 half the bytes. Every rank
 computes with the same rounded weights, its own shard's included; what it owns, and updates, stays exact.
 `TwoLevel` gathers between the nodes first, where each shard travels once, then inside the node: DeepSpeed's
-`mics_hierarchical_params_gather` (until 0.19.6, deepspeed/runtime/zero/mics.py). It is `comm/hierarchy.py`'s all-gather,
-in steps that run beside what computes.
+`mics_hierarchical_params_gather` (until 0.19.6, deepspeed/runtime/zero/mics.py). It is `comm/hierarchy.py`'s
+all-gather, in steps that run beside what computes.
 Wang et al. 2023, arXiv:2306.10209, section 3.1; Zhang et al. 2022, arXiv:2205.00119, section 3.3. DeepSpeed:
 deepspeed/runtime/zero/partition_parameters.py, `CUDAQuantizer`.
 """
