@@ -24,21 +24,26 @@ pytestmark = pytest.mark.xdist_group("machines")
 NAMES = Path("/etc/netns")  # what stands there for a namespace is /etc's in it: see ip-netns(8)
 
 TRAIN = r"""
-import hashlib, json, re, subprocess, sys, torch, refimpl
+import hashlib, json, os, re, subprocess, sys, torch, refimpl
 from pathlib import Path
 from refimpl import DDP, Group, Zero1, Zero2, Zero3
 from refimpl.model.gpt import GPT, GPTConfig
 
 def on_the_wire():
     # What TCP has carried, once: each packet begins with 66 bytes of Ethernet, IP and TCP. How many there are, how many
-    # acknowledgements, which have no more, and how much is sent again because two cores let one packet overtake
-    # another, is a matter of the machine's load.
+    # acknowledgements, which have no more, how much is sent again because two cores let one packet overtake another,
+    # and how often who waits asks the store, is a matter of the machine's load.
     if not sys.argv[1:]:
         return 0
     card = Path("/sys/class/net/eth0/statistics")
     sent = {what: int((card / f"tx_{what}").read_text()) for what in ("bytes", "packets")}
-    sockets = subprocess.run(["ss", "-tin"], check=True, capture_output=True, text=True).stdout
-    return sent["bytes"] - 66 * sent["packets"] - sum(map(int, re.findall(r"bytes_retrans:(\d+)", sockets)))
+    other = 0
+    for line in subprocess.run(["ss", "-tinOH"], check=True, capture_output=True, text=True).stdout.splitlines():
+        (here, mine), (there, its) = re.findall(r"([\d.]+)\]?:(\d+)", line)[:2]
+        if here != there:  # else it never comes to the card
+            what = "sent" if os.environ.get("MASTER_PORT") in (mine, its) else "retrans"
+            other += sum(map(int, re.findall(rf"bytes_{what}:(\d+)", line)))
+    return sent["bytes"] - 66 * sent["packets"] - other
 
 def train(kind):
     torch.manual_seed(0)
@@ -165,7 +170,7 @@ def test_every_stage_sends_its_bytes_over_the_cable_and_ends_with_the_bits_of_on
         for stage, (transport, sent, wired, bits) in there.items():
             assert transport == "Composed"
             assert (alone[stage][0], alone[stage][1], alone[stage][3]) == ("Shared", sent, bits)
-            assert sent < wired < 1.05 * sent, (stage, sent, wired)  # and what gloo and the store say
+            assert sent < wired < 1.01 * sent, (stage, sent, wired)  # and what gloo says
 
 
 def test_a_rank_of_another_machine_that_leaves_is_told(ranks: list[subprocess.CompletedProcess[str]]) -> None:
