@@ -128,7 +128,7 @@ def test_there_and_back_again(ranks: int) -> None:
 
 def twice() -> None:
     group = Group.world()
-    x, weight = torch.randn(1, 3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    x, weight = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((1, 3, 4), (4, 4)))
     curved = []
     for gathered in (coming(x, group).through(lambda part: part @ weight), conjugates.gather_sum(x, group) @ weight):
         (slope,) = torch.autograd.grad(gathered.square().sum(), x, create_graph=True)
