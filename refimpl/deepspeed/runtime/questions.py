@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from refimpl.engine.configuration.sections import OffloadOptimizer, OffloadParam
 from refimpl.engine.engine import Engine
 
 ZERO = "zero_optimization."
@@ -59,20 +60,21 @@ def question(name: str, key: str) -> Callable[[Engine], Any]:
 
 
 def zero_overlap_comm(engine: Engine) -> bool:
-    """`overlap_comm`; where it is not said, whether the stage is 3."""
-    said = engine.config.zero_optimization.overlap_comm
-    return engine.zero_optimization_stage() == 3 if said is None else said
+    """Whether gradients are reduced while backward still computes."""
+    return engine.stage.config.overlap_comm
 
 
 def zero_offload_optimizer(engine: Engine) -> Any:
     """The section, None where nothing is offloaded."""
-    section = engine.config.zero_optimization.offload_optimizer
-    return None if section.device == "none" else section
+    return if_away(engine.config.zero_optimization.offload_optimizer)
 
 
 def zero_offload_param(engine: Engine) -> Any:
     """The section, None where nothing is offloaded."""
-    section = engine.config.zero_optimization.offload_param
+    return if_away(engine.config.zero_optimization.offload_param)
+
+
+def if_away(section: OffloadOptimizer | OffloadParam) -> Any:
     return None if section.device == "none" else section
 
 
