@@ -47,6 +47,7 @@ from refimpl.engine.build import Parts
 from refimpl.engine.compressed import Clock
 from refimpl.engine.dataloader import RepeatingLoader
 from refimpl.engine.precision import autocast, dtypes_told, in_half
+from refimpl.engine.python_gc import COLLECTOR
 from refimpl.engine.report import Report, mean_loss
 from refimpl.engine.saved import Saved
 from refimpl.engine.saving.module_state import ModuleState
@@ -75,9 +76,11 @@ class Engine(Saved, ModuleState):
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.axes.world.rank))
         self._step_applied = False
         self.trial = Trial(parts.config.autotuning, self.device, self.axes.world.rank)
-        self.resume_python_gc: Callable[[], object] | None = None  # set by `initialize`
+        self.resume_python_gc: Callable[[], object] | None = None
         self.compressed = Clock(parts.model, parts.config.compression_training)
         self._tell_time()
+        if parts is not args:  # `initialize` does it last: an engine that a subclass of ours refuses leaves it on
+            self.pause_python_gc()
 
     @cached_property
     def activation_checkpoint(self) -> Checkpoint:
@@ -237,9 +240,9 @@ class Engine(Saved, ModuleState):
         return [None if rate is None else float(rate) for rate in rates]
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or Adam's betas, of each parameter group; None where the optimizer has neither."""
+        """The momentum, or Adam's betas, of each parameter group; 0.0 where the optimizer has neither."""
         groups = self.stage.optimizer.param_groups
-        return [g["momentum"] if g.get("use_muon") else g.get("betas", g.get("momentum")) for g in groups]
+        return [g["momentum"] if g.get("use_muon") else g.get("betas", g.get("momentum", 0.0)) for g in groups]
 
     def destroy(self) -> None:
         """Let go of model and optimizer: another engine may have them. Stage 3 leaves the model in shards.
@@ -251,6 +254,11 @@ class Engine(Saved, ModuleState):
         self.stage.release(in_shards=True)
         if self.resume_python_gc is not None:
             self.resume_python_gc()
+
+    def pause_python_gc(self) -> None:
+        """Until `destroy`, if the configuration says `disable_python_gc`."""
+        if self.config.disable_python_gc:
+            self.resume_python_gc = COLLECTOR.pause(self)
 
     def collect_python_gc(self) -> int:
         """Look for garbage in cycles now, as with `disable_python_gc` nobody else does. How many objects went."""

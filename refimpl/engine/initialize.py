@@ -16,7 +16,6 @@ from refimpl.engine.assemble import parts_of
 from refimpl.engine.dualpipe_v import DualPipeVEngine
 from refimpl.engine.engine import Engine
 from refimpl.engine.pipeline import PipelineEngine
-from refimpl.engine.python_gc import COLLECTOR
 from refimpl.engine.trained import MakeOptimizer, Parameters
 from refimpl.parallel.pipeline.module import PipelineModule
 
@@ -52,8 +51,7 @@ def initialize(
         mpu, dist_init_required, collate_fn, config, config_params=config_params, mesh_param=mesh_param,
     )  # fmt: skip
     engine = kind_of(parts.model)(parts)
-    if engine.config.disable_python_gc:  # last: an engine that is refused leaves the collector on
-        engine.resume_python_gc = COLLECTOR.pause(engine)
+    engine.pause_python_gc()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -154,7 +154,7 @@ def test_the_clients_optimizer_wins_over_the_file() -> None:
     assert engine.optimizer is own
     engine = start(optimizer_=lambda parameters: torch.optim.Adagrad(parameters, lr=0.125))
     assert isinstance(engine.optimizer, torch.optim.Adagrad)
-    assert (engine.get_lr(), engine.get_mom()) == ([0.125], [None])
+    assert (engine.get_lr(), engine.get_mom()) == ([0.125], [0.0])
     assert start(optimizer_=lambda p: torch.optim.SGD(p, lr=1, momentum=0.5)).get_mom() == [0.5]
     assert start(optimizer_=lambda p: torch.optim.Adam(p, betas=(0.5, 0.75))).get_mom() == [(0.5, 0.75)]
     with pytest.raises(TypeError, match="returned list"):

@@ -11,7 +11,10 @@ from torch import nn
 
 import refimpl
 from refimpl.comm.group import Group
+from refimpl.engine.engine import Engine
 from refimpl.parallel.pipeline.module import PipelineModule
+
+SETTINGS = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "disable_python_gc": True}
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +24,7 @@ def _as_before() -> Iterator[None]:
 
 
 def made() -> Any:
-    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "disable_python_gc": True}
-    return refimpl.initialize(model=nn.Linear(2, 2), config=settings)[0]
+    return refimpl.initialize(model=nn.Linear(2, 2), config=SETTINGS)[0]
 
 
 def test_it_is_off_from_the_first_engine_to_the_end_of_the_last() -> None:
@@ -40,6 +42,13 @@ def test_what_was_off_stays_off() -> None:
     assert not gc.isenabled()
 
 
+def test_an_engine_made_without_initialize_heeds_it() -> None:
+    engine = Engine(model=nn.Linear(2, 2), config=SETTINGS)
+    assert not gc.isenabled()
+    engine.destroy()
+    assert gc.isenabled()
+
+
 def test_cycles_go_when_the_engine_is_told() -> None:
     engine = made()
     layer = nn.Linear(2, 2)
@@ -54,9 +63,8 @@ def test_cycles_go_when_the_engine_is_told() -> None:
 
 def test_an_engine_that_is_refused_leaves_it_on() -> None:
     pipeline = PipelineModule([nn.Linear(2, 2)], Group.world(), nn.functional.mse_loss)
-    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
     with pytest.raises(NotImplementedError):
-        refimpl.initialize(model=pipeline, config={**settings, "disable_python_gc": True})
+        refimpl.initialize(model=pipeline, config={**SETTINGS, "zero_optimization": {"stage": 2}})
     assert gc.isenabled()
 
 
