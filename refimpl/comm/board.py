@@ -48,7 +48,7 @@ class Refusal:
     """A call that was not made. It stays on the board, for the others to see, until this rank makes its next one."""
 
     error: CollectiveMismatch
-    posted: Sequence[tuple["Channel", int, int]]  # the checksum before, the number
+    posted: Sequence[tuple["Records", int, int]]  # the checksum before, the number
     raised: bool = False
 
     def wait(self) -> None:
@@ -57,7 +57,7 @@ class Refusal:
         raise self.error
 
 
-class Channel:
+class Records:
     """The records of `members` ranks, of which this one is number `me`, in one file."""
 
     def __init__(self, file: Path, members: int, me: int) -> None:
@@ -133,35 +133,35 @@ class Channel:
 
 
 class Board:
-    """The channels of one group: `ranks` are its members' ranks in the job, `me` this one's number among them."""
+    """The records of one group: `ranks` are its members' ranks in the job, `me` this one's number among them."""
 
     def __init__(self, directory: Path, group: str, ranks: Sequence[int], me: int) -> None:
         self.ranks, self.me = ranks, me
         self._name = directory / f"board{zlib.crc32(f'{group} {ranks}'.encode()):08x}"
-        self._channels: dict[tuple[tuple[int, ...], bool], Channel | None] = {}
+        self._records: dict[tuple[tuple[int, ...], bool], Records | None] = {}
         self._refusal: Refusal | None = None
         self._first: Call | None = None  # that all of this group's ranks have begun
 
     def announce(self, calls: Sequence[tuple[tuple[int, ...], Call]]) -> Refusal | None:
-        """Write down one call on each of these channels (members' numbers; none: all). A refusal if one differs.
+        """Write down one call among each of these members (their numbers; none: all). A refusal if one differs.
 
         After a refusal every call is refused for the same reason, until somebody has waited for one and was told.
         """
         if self._refusal and not self._refusal.raised:
             return self._refusal
-        for channel, before, number in self._refusal.posted if self._refusal else ():
-            channel.retract(before, number)
+        for records, before, number in self._refusal.posted if self._refusal else ():
+            records.retract(before, number)
         self._refusal = None
-        posted: list[tuple[Channel, int, int]] = []
+        posted: list[tuple[Records, int, int]] = []
         for members, call in calls:
-            if there := self.channel(*members, part=call.part):
+            if there := self.records(*members, part=call.part):
                 before = there.checksum()
                 call.number = there.post(*(call.fits, call.text) if members else self._of_group(call))
                 posted.append((there, before, call.number))
-        for channel, _, number in posted:
-            if not channel.agrees(number):
-                members = next(m for (m, _), known in self._channels.items() if known is channel)
-                self._refusal = Refusal(CollectiveMismatch(self._text(channel, members, number)), posted)
+        for records, _, number in posted:
+            if not records.agrees(number):
+                members = next(m for (m, _), known in self._records.items() if known is records)
+                self._refusal = Refusal(CollectiveMismatch(self._text(records, members, number)), posted)
                 return self._refusal
         if self._first is None and calls[-1][0] == ():
             self._first = calls[-1][1]
@@ -172,50 +172,50 @@ class Board:
         first = self._first or Call("", "this one")
         return f"{call.fits} in group {first.number}", f"{call.text}\n{first.number}\n{first.text}"
 
-    def channel(self, *members: int, part: bool = False) -> Channel | None:
+    def records(self, *members: int, part: bool = False) -> Records | None:
         """That of the whole group, or from one member to another. None once its folder is gone: ranks have left."""
         key = members, part
-        if key not in self._channels:
+        if key not in self._records:
             file = Path("-".join([str(self._name), *map(str, members), *["part"] * part]))
             place = members.index(self.me) if members else self.me
             try:
-                self._channels[key] = Channel(file, len(members) or len(self.ranks), place)
+                self._records[key] = Records(file, len(members) or len(self.ranks), place)
             except FileNotFoundError:
-                self._channels[key] = None
-        return self._channels[key]
+                self._records[key] = None
+        return self._records[key]
 
     def mine(self) -> str:
         """The last call of this rank in this group, in words."""
-        channel = self.channel()
-        return channel.last(self.me) if channel else "a collective"
+        records = self.records()
+        return records.last(self.me) if records else "a collective"
 
     def behind(self) -> list[int]:
         """The members that have made fewer calls than this one."""
-        channel = self.channel()
-        return [m for m in range(len(self.ranks)) if channel.calls(m) < channel.calls(self.me)] if channel else []
+        records = self.records()
+        return [m for m in range(len(self.ranks)) if records.calls(m) < records.calls(self.me)] if records else []
 
     def elsewhere(self) -> dict[int, str]:
         """The members that have gone on to a call of another group of these ranks, which this one has not made."""
-        channel, mine, found = self.channel(), str(self._first.number if self._first else 0), dict[int, str]()
-        if channel is None:
+        records, mine, found = self.records(), str(self._first.number if self._first else 0), dict[int, str]()
+        if records is None:
             return found
         for member in range(len(self.ranks)):
-            number = channel.calls(member)
-            group = channel.group(member, number)
-            if number > channel.calls(self.me) and group and group[0] != mine:
-                found[member] = f"{channel.last(member)}, in the group of call {group[0]}, {group[1]}"
+            number = records.calls(member)
+            group = records.group(member, number)
+            if number > records.calls(self.me) and group and group[0] != mine:
+                found[member] = f"{records.last(member)}, in the group of call {group[0]}, {group[1]}"
         return found
 
     def standings(self) -> str:
         """The last call of each rank of this group, a line each."""
-        channel = self.channel()
+        records = self.records()
         head = "\nThe last call of each rank of this group:"
-        return head + "".join(f"\n  rank {r}: {channel.last(i)}" for i, r in enumerate(self.ranks)) if channel else ""
+        return head + "".join(f"\n  rank {r}: {records.last(i)}" for i, r in enumerate(self.ranks)) if records else ""
 
-    def _text(self, channel: Channel, members: tuple[int, ...], number: int) -> str:
+    def _text(self, records: Records, members: tuple[int, ...], number: int) -> str:
         ranks = [self.ranks[member] for member in members] or self.ranks
-        said = {rank: channel.says(member, number) for member, rank in enumerate(ranks)}
-        groups = {rank: first for member, rank in enumerate(ranks) if (first := channel.group(member, number))}
+        said = {rank: records.says(member, number) for member, rank in enumerate(ranks)}
+        groups = {rank: first for member, rank in enumerate(ranks) if (first := records.group(member, number))}
         head = "ranks called different collectives, or one with buffers of different lengths"
         if len({number for number, _ in groups.values()}) > 1:
             head = "ranks called collectives of different groups, as those of two engines are"

@@ -42,7 +42,7 @@ from refimpl.zero.stage import Stage
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSource:
     """A checkpoint for `zero.portable.restore`."""
 
     folder: Folder
@@ -195,7 +195,7 @@ def replaced_homes(stage: Stage, names: Iterable[str]) -> list[Host]:
 
 def read(engine: TrainingState, folder: Folder, wanted: Wanted) -> dict[str, Any] | None:
     """Weights, state and buffers of this rank; returns what compression still owed on it."""
-    source, names = Saved(folder, portions_by_name(engine)), weights.shared_names(engine, folder)
+    source, names = CheckpointSource(folder, portions_by_name(engine)), weights.shared_names(engine, folder)
     restore(engine.stage, source, names, not wanted.weights_alone, folder.about["apart"])
     weights.read_buffers(engine, folder, 0 if wanted.weights_alone else own_rank(engine, folder))
     alike = folder.ranks == engine.axes.world.size

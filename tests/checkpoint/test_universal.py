@@ -17,7 +17,7 @@ from refimpl.checkpoint import export
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Place
-from refimpl.engine.resume import Saved
+from refimpl.engine.resume import CheckpointSource
 from refimpl.measure.memory import MemoryMeter
 from refimpl.zero.portable import restore, room
 
@@ -232,7 +232,7 @@ def read_here(folder: Path, stage: int) -> tuple[int, int]:
     engine = wide(stage)
     with Folder(*given(folder)) as opened:
         names = list(opened.places)
-        restore(engine.stage, Saved(opened), names, True, ())
+        restore(engine.stage, CheckpointSource(opened), names, True, ())
         mine = sum(state.nbytes for state in engine.stage.update.state()) + sum(
             master.nbytes for master in engine.stage.update.masters.values()
         )

@@ -16,7 +16,7 @@ from pairs import pairwise
 from worlds import LOOPBACK, NEAR
 
 from refimpl import launch
-from refimpl.comm.board import KEPT, Board, Call, Channel, CollectiveMismatch
+from refimpl.comm.board import KEPT, Board, Call, CollectiveMismatch, Records
 from refimpl.comm.group import Group
 
 run = functools.partial(launch.run, device="cpu")
@@ -250,7 +250,7 @@ def test_many_objects_of_one_group_share_its_record():
 
 
 def test_a_rank_that_runs_far_ahead_is_still_compared(tmp_path: Path):
-    ahead, behind = (Channel(tmp_path / "board", 2, me) for me in range(2))
+    ahead, behind = (Records(tmp_path / "board", 2, me) for me in range(2))
     for i in range(3 * KEPT):
         ahead.post(f"call {i}", f"call {i}")
     assert behind.agrees(behind.post("something else", ""))  # the other's first call is forgotten

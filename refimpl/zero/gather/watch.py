@@ -21,7 +21,7 @@ from refimpl.zero.gather.unit import Unit
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Recast:
     """`parameter` in another dtype, or a view of that."""
 
     parameter: Tensor
@@ -57,7 +57,7 @@ class Watch:
             return unit, 0, self.pack_around(kept if unit is not None and tensor.is_leaf else tensor)
         source = source_of(tensor) if unit is None and dense else None
         if source is not None and (home := self.unit_at.get(source.untyped_storage()._cdata)):
-            again = Rounded(source, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            again = Recast(source, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             return home, home.changes, again
         return unit, unit.changes if unit else 0, kept
 
@@ -77,7 +77,7 @@ class Watch:
                     f"backward needs the weights of {unit.name}, and their stage is gone: nothing holds the model, the "
                     "optimizer or the stage any more. Keep one of them until backward is through"
                 )
-        return tensor.again() if isinstance(tensor, Rounded) else tensor
+        return tensor.again() if isinstance(tensor, Recast) else tensor
 
 
 def source_of(tensor: Tensor) -> Tensor | None:
