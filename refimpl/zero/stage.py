@@ -92,7 +92,7 @@ class Stage(Hooked, Beside, Held):
         managed = [p for p in self.names if p in self.group_of or self.manages_all]
         start.refuse_foreign({p: self.names[p] for p in managed if stage_of(p) is not self}, optimizer is not None)
         everywhere = {name: p for p, name in self.names.items() if self.experts.get(p, self.group) is self.group}
-        start.refuse_different(self.group, everywhere, self.group_of, optimizer, self.config)
+        start.refuse_different(self.group, everywhere, self.group_of, optimizer, self.config, type(self).__name__)
         self.scaled = Scaled(self.given_scaler)
         self.passes = BackwardPass(self.begin_backward, self.end_backward, self.drop_backward)
         self.buckets = self.lay_out([p for p in self.names if p in self.group_of and p.requires_grad])

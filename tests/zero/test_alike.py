@@ -34,6 +34,7 @@ DIFFERENT = {
     "groups": r"rank 0: 2\.weight .* in the optimizer's group 0; rank 1: 2\.weight .* in the optimizer's group 1",
     "rate": r"rank 0: AdamW, group 0: lr 0\.001; rank 1: AdamW, group 0: lr 0\.002",
     "betas": r"rank 0: AdamW, group 0: betas \(0\.9, 0\.999\); rank 1: AdamW, group 0: betas \(0\.8, 0\.999\)",
+    "class": r"rank 0: the stage: class \w+; rank 1: the stage: class \w+",
     "clipping": r"rank 0: ZeroConfig: gradient_clipping 0\.0; rank 1: ZeroConfig: gradient_clipping 0\.1",
 }
 
@@ -61,10 +62,10 @@ def different(stage: str, how: str) -> str:
         lr=torch.tensor(0.002) if how == "rate" and other else 0.001,
         betas=(0.8 if how == "betas" and other else 0.9, 0.999),
     )
+    stages = list(STAGES)
+    kind = stages[(stages.index(stage) + 1) % len(stages)] if how == "class" and other else stage
     with pytest.raises(ValueError, match="different models") as told:
-        STAGES[stage](
-            model, optimizer, group, ZeroConfig(gradient_clipping=0.1 if how == "clipping" and other else 0.0)
-        )
+        STAGES[kind](model, optimizer, group, ZeroConfig(gradient_clipping=0.1 if how == "clipping" and other else 0.0))
     return str(told.value)
 
 

@@ -113,6 +113,7 @@ def refuse_different(
     in_group: Mapping[nn.Parameter, int],
     optimizer: optim.Optimizer | None,
     config: ZeroConfig,
+    stage: str,
 ) -> None:
     """Buckets are laid out on each rank by itself, and padded: other models could travel as long as this one.
 
@@ -121,7 +122,7 @@ def refuse_different(
     `_verify_param_shape_across_processes`, which knows shapes alone.
     """
     of_stage = {("ZeroConfig:", key): repr(value) for key, value in vars(config).items() if key not in OWN}
-    given = settings(optimizer, type(optimizer)) | of_stage
+    given = {("the stage:", "class"): stage} | settings(optimizer, type(optimizer)) | of_stage
     mine = [(name, *described(p, in_group.get(p))) for name, p in params.items()], [(*k, v) for k, v in given.items()]
     if len(set(group.all_gather_object(zlib.crc32(repr(mine).encode())))) == 1:
         return
