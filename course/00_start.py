@@ -483,9 +483,10 @@ group.all_reduce(shards[rank])
 # %% [markdown]
 # Outside of notebooks, `launch.run` gives the same reports. In a job under `torchrun` you have to look yourself, before
 # the process group's timeout ends the job: `py-spy dump --pid` shows the stack of a rank. With NCCL, torch's **flight
-# recorder** keeps each rank's last collectives and writes them to a file when the timeout comes
-# (`TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`). The question is the same. Who waits in which
-# collective, on which line, and who is not there?
+# recorder** keeps each rank's last 2000 collectives and writes them to a file when the timeout comes. (Torch 2.13 does
+# so by itself. Older versions want `TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`; the first is
+# called `TORCH_FR_BUFFER_SIZE` now.) The question is the same. Who waits in which collective, on which line, and who is
+# not there?
 
 # %% [markdown]
 # ## 7. Prove it

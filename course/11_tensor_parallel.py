@@ -44,8 +44,9 @@ pd.DataFrame.from_dict(
 
 # %% [markdown]
 # The third column is two gathers of the weights and a reduce-scatter of their gradients, for one micro-batch. The last
-# one is what this chapter will send instead, for a sequence of 2048 tokens. It has no $w^2$ in it. Counted, on a small
-# layer in fp32:
+# one is what this chapter will send instead, for a sequence of 2048 tokens. It has no $w^2$ in it. (By then each of the 8
+# ranks of ZeRO-3 has read a sequence, and a split layer one in all. So for the same batch the last column is 8 times as
+# large, and still the smaller one.) Counted, on a small layer in fp32:
 
 # %%
 # %%ranks 4
