@@ -401,12 +401,16 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_VISIBLE_DEVICES='' hides all" in why_none()
 
 
-def test_what_triton_needs_besides_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_triton_needs_besides_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert launcher_lacks().startswith("no C compiler: install gcc")
     monkeypatch.setenv("CC", sys.executable)
-    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "/nowhere")
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "/where/it/was/built")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert not launcher_lacks()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: "/nowhere")
     assert launcher_lacks().startswith("no /nowhere/Python.h: install Python's headers")
 
 
