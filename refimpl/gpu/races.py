@@ -3,7 +3,7 @@
 The truth is the same program with all of its work on one stream, where everything happens in the order in which it was
 queued. The hunted run has real streams, on which `Twins` and `Restless` spin at random. And to know that the hunt sees
 races at all: the same with some waits left out, which must change bits now and then. Some, because a later wait makes
-three of four needless (tests/zero/stream_log.py), and of the others each shows only where the delays fall so.
+every second one needless (tests/zero/stream_log.py), and the others show only where the delays fall so.
 """
 
 import random
