@@ -13,6 +13,7 @@ second (see `behind.py`), in a process group beside it: calls of one group are m
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -110,10 +111,12 @@ class Route:
             begun = next(steps)()
 
             def go_on() -> list[Any]:
-                for handle in begun:
-                    handle.wait()
-                before = second.crossed
-                handles = next(steps)()
+                # A thread begins on a GPU's default stream: what computes there would have to end before the adds.
+                with nullcontext() if first.lane is None else first.lane.use():
+                    for handle in begun:
+                        handle.wait()
+                    before = second.crossed
+                    handles = next(steps)()
                 crossed.append(second.crossed - before)
                 return handles
 

@@ -39,7 +39,8 @@ def launcher_lacks() -> str:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if not compiler or shutil.which(compiler) is None:
         return "no C compiler: install gcc, or name one in the environment variable CC"
-    header = Path(str(sysconfig.get_config_var("INCLUDEPY"))) / "Python.h"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks; a Python that was
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"  # moved remembers in INCLUDEPY where it was built
     return "" if header.exists() else f"no {header}: install Python's headers (Debian, Ubuntu: python3-dev)"
 
 

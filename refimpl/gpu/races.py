@@ -2,7 +2,8 @@
 
 The truth is the same program with all of its work on one stream, where everything happens in the order in which it was
 queued. The hunted run has real streams, on which `Twins` and `Restless` spin at random. And to know that the hunt sees
-races at all: the same with one wait left out, which must change bits now and then (a later wait makes some needless).
+races at all: the same with some waits left out, which must change bits now and then. Some, because a later wait makes
+every second one needless (tests/zero/stream_log.py), and the others show only where the delays fall so.
 """
 
 import random
@@ -21,18 +22,19 @@ from refimpl.gpu.workload import STAGES, Workload, differing
 
 RANK, SIZE = 1, 4
 CYCLES = (1_000_000, 8_000_000)  # of one delay: some tenths of a millisecond to some milliseconds
+LEFT_OUT = 8  # waits of a run's 170 to 380
 
 
 class Restless(CudaStreams):
-    """A GPU's streams on which `dally()` comes after every wait. `skip`: the number of a wait that is left out."""
+    """A GPU's streams on which `dally()` comes after every wait. `skip`: the numbers of waits that are left out."""
 
-    def __init__(self, device: torch.device, dally: Callable[[], None], skip: int | None = None) -> None:
+    def __init__(self, device: torch.device, dally: Callable[[], None], skip: frozenset[int] = frozenset()) -> None:
         super().__init__(device)
         self.dally, self.skip, self.waits = dally, skip, 0
 
     def wait(self, event: Event) -> None:
         self.waits += 1
-        if self.waits - 1 != self.skip:
+        if self.waits - 1 not in self.skip:
             super().wait(event)
         self.dally()
 
@@ -66,20 +68,35 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
 def left_out(
     workload: Workload, device: torch.device, truths: dict[str, Any], waits: dict[str, int], deadline: float
 ) -> Iterator[Finding]:
-    """Runs with one wait left out, a random one each time."""
+    """Runs with some waits left out, random ones each time."""
     chance = random.Random(0)
     for place, stage in enumerate(STAGES):
         runs, seen = 0, 0
         until = time.monotonic() + (deadline - time.monotonic()) / (len(STAGES) - place)
         while runs == 0 or time.monotonic() < until:
-            weights, _ = hunted(stage, workload, device, runs, chance.randrange(waits[stage]))
-            runs, seen = runs + 1, seen + bool(differing(truths[stage], weights))
+            skip = frozenset(chance.sample(range(waits[stage]), min(LEFT_OUT, waits[stage])))
+            seen += is_seen(stage, workload, device, truths[stage], runs, skip)
+            runs += 1
         found = {"runs": runs, "seen": seen}
-        yield Finding(f"{stage}: a wait left out changes bits", found, seen > 0)
+        yield Finding(f"{stage}: {LEFT_OUT} waits left out change bits", found, seen > 0)
+
+
+def is_seen(
+    stage: str, workload: Workload, device: torch.device, truth: dict[str, Tensor], seed: int, skip: frozenset[int]
+) -> bool:
+    """Whether a run without these waits has other bits, or stumbles: what is read too early may be NaN.
+
+    Then the words that ranks compare with the norm are no whole numbers. An illegal access is no such error.
+    """
+    try:
+        weights, _ = hunted(stage, workload, device, seed, skip)
+    except (ValueError, ArithmeticError):
+        return True
+    return bool(differing(truth, weights))
 
 
 def hunted(
-    stage: str, workload: Workload, device: torch.device, seed: int, skip: int | None = None
+    stage: str, workload: Workload, device: torch.device, seed: int, skip: frozenset[int] = frozenset()
 ) -> tuple[dict[str, Tensor], int]:
     """The weights after a run with delays, and how many waits it had. On a CPU nothing is delayed."""
     if device.type == "cpu":

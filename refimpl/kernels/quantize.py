@@ -94,7 +94,8 @@ def in_blocks(flat: Tensor, block: int) -> Tensor:
 def reference(x: Tensor, block: int = 256, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """The same by torch's operators."""
     values = in_blocks(x.detach().reshape(-1).float(), block)
-    scales = values.abs().amax(1) / LARGEST[dtype]  # NaN stays NaN
+    largest = values.new_full((1,), LARGEST[dtype])  # a tensor: a number's inverse torch multiplies by, on a GPU
+    scales = values.abs().amax(1) / largest  # NaN stays NaN
     scales = torch.where(scales == 0, 1.0, torch.where(scales.isfinite(), scales, torch.nan))
     units = values / scales[:, None]
     units = units.nan_to_num(0)

@@ -1,8 +1,12 @@
 """An all-reduce that nobody waits for is made to its end, over gloo too, with the bits of one that is waited for."""
 
+import itertools
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +14,13 @@ import torch.distributed as dist
 from worlds import run
 
 from refimpl import launch
+from refimpl.comm import collectives
 from refimpl.comm.behind import Behind
 from refimpl.comm.group import Group
 from refimpl.comm.levels import two_level
 from refimpl.comm.link import Link
 from refimpl.comm.process_group import ControlLine
+from refimpl.comm.streams import Streams
 
 
 def goes_on(link: Link | None, sizes: list[int]) -> list[bool]:
@@ -135,3 +141,42 @@ def test_ranks_of_a_group_may_be_in_different_numbers_of_groups() -> None:
         return x.item()
 
     assert launch.run(check, ranks=3, timeout=30, device="cpu") == [2, 2, 1]  # they part in different numbers of groups
+
+
+class OfThreads(Streams):
+    """Streams on paper, of which each thread has a current one, as on a GPU: the default one at first."""
+
+    def __init__(self) -> None:
+        self.numbers, self.here = itertools.count(1), threading.local()
+
+    def new(self) -> int:
+        return next(self.numbers)
+
+    def current(self) -> int:
+        return getattr(self.here, "stream", 0)
+
+    @contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        before, self.here.stream = self.current(), stream
+        yield
+        self.here.stream = before
+
+
+def where_it_adds() -> tuple[list[tuple[bool, int]], int]:
+    streams, added, add = OfThreads(), list[tuple[bool, int]](), collectives.ordered_reduce
+    group = Group(dist.group.WORLD, device=torch.device("cpu"), streams=streams, transport="gloo")
+
+    def noted(*args: Any) -> None:
+        added.append((threading.current_thread() is threading.main_thread(), streams.current()))
+        add(*args)
+
+    with mock.patch.object(collectives, "ordered_reduce", noted):
+        group.all_reduce(torch.ones(8), async_op=True).wait()
+    assert group.route.direct.lane is not None
+    return added, group.route.direct.lane.stream
+
+
+def test_on_a_gpu_its_thread_adds_on_the_stream_that_communicates() -> None:
+    """Not on the default one, where the kernels of a whole backward pass may be queued."""
+    for added, lane in run(where_it_adds, ranks=2):
+        assert added == [(False, lane)]

@@ -23,6 +23,7 @@ from stream_log import Recorder, Watch, races
 from refimpl import launch
 from refimpl.bench import comm, zero
 from refimpl.bench.kernels import Limits, Row
+from refimpl.comm.collectives import Op
 from refimpl.comm.work import Steps
 from refimpl.gpu import agreement, benches, part, sanitizers, timeline
 from refimpl.gpu import races as hunt
@@ -400,12 +401,16 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_VISIBLE_DEVICES='' hides all" in why_none()
 
 
-def test_what_triton_needs_besides_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_triton_needs_besides_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert launcher_lacks().startswith("no C compiler: install gcc")
     monkeypatch.setenv("CC", sys.executable)
-    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "/nowhere")
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "/where/it/was/built")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert not launcher_lacks()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: "/nowhere")
     assert launcher_lacks().startswith("no /nowhere/Python.h: install Python's headers")
 
 
@@ -443,6 +448,22 @@ def test_what_arrives_too_late_shows_in_the_bits(stage: str, monkeypatch: pytest
     found, _ = hunt.trained(stage, SMALL, CPU, hunt.Streams(), lambda: None)
     assert len(calls) > 3
     assert differing(truth, found) != []
+
+
+def test_a_run_that_stumbles_without_a_wait_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm's message, read before it is there: its words are compared, and NaN is no whole number."""
+    original = Twins.all_reduce
+
+    def late(twins: Twins, x: torch.Tensor, op: Op) -> Steps:
+        yield from original(twins, x, op)
+        if x.dtype == torch.float64:
+            x.fill_(float("nan"))
+
+    monkeypatch.setattr(Twins, "all_reduce", late)
+    with pytest.raises(ValueError, match="NaN"):
+        hunt.trained("zero2", SMALL, CPU, hunt.Streams(), lambda: None)
+    found = list(hunt.left_out(SMALL, CPU, {stage: {} for stage in STAGES}, dict.fromkeys(STAGES, 1), 0))
+    assert [f.value for f in found] == [{"runs": 1, "seen": 1}] * len(STAGES)
 
 
 def test_times_side_by_side_are_counted_once() -> None:

@@ -1,9 +1,12 @@
 """Codes of 8 bits by blocks, and their matrix product, beside torch's own casts and exact integers."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refimpl.kernels import quantize as room
 from refimpl.kernels.int8_matmul import int8_matmul, reference
@@ -29,6 +32,26 @@ def test_codes_are_torchs_bit_by_bit(
     top = room.in_blocks(x.reshape(-1).float(), block).abs().amax(1).repeat_interleave(block)[: x.numel()].view(shape)
     step = top / 254 if dtype == torch.int8 else torch.maximum(x.float().abs() / 16, top / 448 / 1024)
     assert bool(((back - x.float()).abs() <= step * (1 + 1e-5)).all())
+
+
+class DividesAsAGPU(TorchDispatchMode):
+    """By a number: torch multiplies by 1 / it there (BinaryDivTrueKernel.cu), which may be off by a unit."""
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not (isinstance(args[1], torch.Tensor) and args[1].dim()):
+            return args[0] * torch.tensor(1.0).div_(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_the_reference_has_the_same_bits_on_a_gpu(dtype: torch.dtype) -> None:
+    """A unit of the scale decides which way a code goes that lies in the middle: bf16 has many."""
+    x = torch.randn(1 << 14).bfloat16()
+    codes, scales = room.reference(x, 256, dtype)
+    with DividesAsAGPU():
+        there, of_there = room.reference(x, 256, dtype)
+    assert torch.equal(codes.view(torch.int8), there.view(torch.int8))
+    assert torch.equal(scales, of_there)
 
 
 def test_every_fp8_number_comes_back(device: torch.device) -> None:
