@@ -400,12 +400,15 @@ def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         deepspeed.utils.log_dist_once("also once")
         deepspeed.utils.log_dist_once("also once")
         deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
+        deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "log_level": "error"})
+        assert logger.level == logging.ERROR  # of the script's own messages too, as in DeepSpeed
     finally:
         logger.setLevel(level)
+        logging.getLogger("refimpl").setLevel(logging.NOTSET)
     said = capsys.readouterr().out
     assert "too quiet" not in said
     assert [said.count(text) for text in ("heard", " once\n", "also once", "at any level")] == [1, 2, 1, 1]
-    assert said.count(f"DeepSpeed info: version={deepspeed.__version__}, ") == 1  # transformers' tests look for it
+    assert said.count(f"DeepSpeed info: version={deepspeed.__version__}, ") == 2  # transformers' tests look for it
     with pytest.raises(ValueError, match="loud"):
         deepspeed.utils.set_log_level_from_string("loud")
 
