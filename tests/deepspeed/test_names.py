@@ -345,6 +345,9 @@ def test_builders_of_kernels_say_what_is_here_and_give_its_module() -> None:
     assert [ops[b.NAME] for b in (CPUAdamBuilder, AsyncIOBuilder, QuantizerBuilder)] == [True, True, False]
     with pytest.raises(NotImplementedError, match="QuantizerBuilder: quantizer is not part of this project"):
         QuantizerBuilder().load()
+    assert deepspeed.ops.aio.AsyncIOBuilder is AsyncIOBuilder
+    with pytest.raises(NotImplementedError, match="aio_handle: not part of this project: files that a script reads"):
+        AsyncIOBuilder().load().aio_handle()
     assert type(deepspeed.get_accelerator().create_op_builder("FusedAdamBuilder")).NAME == "fused_adam"
     assert git_version_info.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
 
