@@ -344,6 +344,10 @@ def refused() -> None:
     model, example = made("stranger", rank=0)
     with pytest.raises(ValueError, match="Sequential has no dummy_inputs, and no guess at its arguments works: give"):
         autotp(nn.Sequential(nn.Conv1d(6, 4, 1), nn.Linear(5, 3)), group)
+    images = nn.Sequential(nn.Conv1d(6, 4, 1), nn.Linear(5, 3))
+    images.dummy_inputs = {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"Sequential cannot be called with its dummy_inputs \(TypeError: .*input_ids"):
+        autotp(images, group)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     plain = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"Sequential cannot be cut for 2 ranks: .*0: what 0 give 2 does not"):
