@@ -47,7 +47,7 @@ from refimpl.parallel.auto.guess import words as words_of
 from refimpl.parallel.auto.regions import Region, find_regions, words
 from refimpl.parallel.auto.report import Report, describe, reasons
 from refimpl.parallel.auto.stage import Stage, alike_regions
-from refimpl.parallel.auto.trace import Call, plain_layers, trace
+from refimpl.parallel.auto.trace import Call, plain_layers, tensors, trace
 from refimpl.parallel.conjugates import TAG
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.summed import sum_gradients
@@ -154,8 +154,8 @@ def with_and_without_mask(twin: nn.Module, example: Any, group: Group) -> Stage:
     examples = [example]
     if (masked := masked_example(twin, example)) is not None:
         with rehearsal.seeded(None), torch.no_grad(), suppress(Exception):  # its mask may be of another kind
-            called(twin, masked)
-            examples.append(masked)
+            if all(y.isfinite().all() for y in tensors(called(twin, masked))):  # else nothing could be compared
+                examples.append(masked)
     return Stage(twin, lambda twin: [called(twin, one) for one in examples], group)
 
 

@@ -339,6 +339,30 @@ def test_what_is_quantised_stays_whole_and_is_named(ranks: int) -> None:
     run(quantised, ranks=ranks)
 
 
+class Unmaskable(nn.Module):
+    """What ProphetNet says where a token is masked: no numbers. Without a mask it is a model like others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.dummy_inputs = {"input_ids": torch.arange(10).view(2, 5)}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.down(self.up(self.embed(input_ids)).tanh())
+        return out if attention_mask is None else out / attention_mask[..., None]
+
+
+def unmaskable() -> None:
+    group, model, whole = Group.world(), Unmaskable(), Unmaskable()
+    assert kinds(autotp(model, group)) == {"embed": "columns", "up": "rows", "down": "whole"}
+    same_numbers(model, whole, whole.dummy_inputs, group)
+
+
+def test_a_model_that_gives_no_numbers_with_a_mask_is_rehearsed_without() -> None:
+    run(unmaskable, ranks=2)
+
+
 def refused() -> None:
     group = Group.world()
     model, example = made("stranger", rank=0)
