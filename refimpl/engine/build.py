@@ -140,7 +140,8 @@ def read(
     if (log := settings.comms_logger).enabled:
         axes.world.ledger.log = CommsLog(True, log.verbose, log.prof_all, log.prof_ops, log.debug)
     if settings.log_level is not None:
-        logging.getLogger("refimpl").setLevel(settings.log_level)
+        for name in ("refimpl", "DeepSpeed"):  # the second is deepspeed.utils.logger, which log_dist writes to
+            logging.getLogger(name).setLevel(settings.log_level)
     if settings.dump_state and axes.world.rank == 0:
         print(settings.model_dump_json(indent=2))
     return settings

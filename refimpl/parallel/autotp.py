@@ -42,12 +42,12 @@ from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.parallel.auto import rehearsal
 from refimpl.parallel.auto.cut import Cut
-from refimpl.parallel.auto.guess import guessed
+from refimpl.parallel.auto.guess import guessed, works
 from refimpl.parallel.auto.guess import words as words_of
 from refimpl.parallel.auto.regions import Region, find_regions, words
 from refimpl.parallel.auto.report import Report, describe, reasons
 from refimpl.parallel.auto.stage import Stage, alike_regions
-from refimpl.parallel.auto.trace import Call, plain_layers, trace
+from refimpl.parallel.auto.trace import Call, plain_layers, tensors, trace
 from refimpl.parallel.conjugates import TAG
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.summed import sum_gradients
@@ -65,9 +65,9 @@ def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | 
     its own, made of rank 0's seed, see `draws.py`. The loss needs no change: logits are gathered. Call it before the
     optimizer is made.
 
-    ValueError without an example where no guess works, if nothing can be cut, and if a plan cannot be kept, with the
-    reasons. RuntimeError if cuts that were each right are not together. The model's layers are then what they were. A
-    plan of no layers needs no example, nor does a single rank: each keeps the whole model.
+    ValueError without an example where these fail, or every guess, if nothing can be cut, and if a plan cannot be kept,
+    with the reasons. RuntimeError if cuts that were each right are not together. The model's layers are then what they
+    were. A plan of no layers needs no example, nor does a single rank: each keeps the whole model.
     """
     if group.size == 1:
         return describe(Cut(), dict.fromkeys(plain_layers(model), "one rank"))
@@ -92,9 +92,17 @@ def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | 
 
 def found(model: nn.Module, group: Group, example: Any, plan: Plan | None) -> tuple[Cut, dict[str, str]]:
     """What can be cut, and why the rest is not."""
-    example = known_example(model, example, group)
-    stage = set_up(model, example, group)
-    regions, why = proposed(stage.twin, partial(called, example=example), group.size)
+    known = known_example(model, example, group)
+    try:
+        stage = set_up(model, known, group)
+    except Exception as error:
+        if example is not None or works(rehearsal.make_twin(model, torch.float32), known, called):
+            raise
+        raise ValueError(  # transformers' models of images have ids of tokens there
+            f"{type(model).__name__} cannot be called with its dummy_inputs ({type(error).__name__}: {error}): give "
+            "autotp an example of what it is called with, initialize its training_data, or its class other dummy_inputs"
+        ) from error
+    regions, why = proposed(stage.twin, partial(called, example=known), group.size)
     if plan is not None:
         regions = planned(stage.twin, plan, regions)
     return rehearsed(stage, regions, why, strict=plan is not None), why
@@ -146,8 +154,8 @@ def with_and_without_mask(twin: nn.Module, example: Any, group: Group) -> Stage:
     examples = [example]
     if (masked := masked_example(twin, example)) is not None:
         with rehearsal.seeded(None), torch.no_grad(), suppress(Exception):  # its mask may be of another kind
-            called(twin, masked)
-            examples.append(masked)
+            if all(y.isfinite().all() for y in tensors(called(twin, masked))):  # else nothing could be compared
+                examples.append(masked)
     return Stage(twin, lambda twin: [called(twin, one) for one in examples], group)
 
 

@@ -345,6 +345,9 @@ def test_builders_of_kernels_say_what_is_here_and_give_its_module() -> None:
     assert [ops[b.NAME] for b in (CPUAdamBuilder, AsyncIOBuilder, QuantizerBuilder)] == [True, True, False]
     with pytest.raises(NotImplementedError, match="QuantizerBuilder: quantizer is not part of this project"):
         QuantizerBuilder().load()
+    assert deepspeed.ops.aio.AsyncIOBuilder is AsyncIOBuilder
+    with pytest.raises(NotImplementedError, match="aio_handle: not part of this project: files that a script reads"):
+        AsyncIOBuilder().load().aio_handle()
     assert type(deepspeed.get_accelerator().create_op_builder("FusedAdamBuilder")).NAME == "fused_adam"
     assert git_version_info.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
 
@@ -400,12 +403,15 @@ def test_messages_of_some_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         deepspeed.utils.log_dist_once("also once")
         deepspeed.utils.log_dist_once("also once")
         deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
+        deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "log_level": "error"})
+        assert logger.level == logging.ERROR  # of the script's own messages too, as in DeepSpeed
     finally:
         logger.setLevel(level)
+        logging.getLogger("refimpl").setLevel(logging.NOTSET)
     said = capsys.readouterr().out
     assert "too quiet" not in said
     assert [said.count(text) for text in ("heard", " once\n", "also once", "at any level")] == [1, 2, 1, 1]
-    assert said.count(f"DeepSpeed info: version={deepspeed.__version__}, ") == 1  # transformers' tests look for it
+    assert said.count(f"DeepSpeed info: version={deepspeed.__version__}, ") == 2  # transformers' tests look for it
     with pytest.raises(ValueError, match="loud"):
         deepspeed.utils.set_log_level_from_string("loud")
 

@@ -14,7 +14,11 @@ import refimpl.deepspeed as deepspeed
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.sequence_parallel import parallel_state_sp
-from refimpl.deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from refimpl.deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    UlyssesSPAttentionHF,
+    UlyssesSPDataLoaderAdapter,
+    attend,
+)
 from refimpl.parallel.context.loss import token_mean
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (hf)")
@@ -105,6 +109,24 @@ def outputs(ranks: int) -> tuple[Tensor, Tensor]:
 def test_any_number_of_heads_and_evaluation_alone() -> None:
     for found, whole in run(outputs, 3, ranks=3):
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+
+
+def by_a_kernel_of_the_hub(name: str) -> None:
+    """The loader that would download it is one that registers sdpa by its name."""
+    from transformers import modeling_flash_attention_utils as flash
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attentions
+
+    model = llama()
+    model.config._attn_implementation = name
+    with pytest.MonkeyPatch.context() as patch:
+        load = lambda kernel: attentions.register(kernel, attentions["sdpa"])  # noqa: E731
+        patch.setattr(flash, "lazy_import_flash_attention", load)
+        UlyssesSPAttentionHF.register_with_transformers(model, name, 2, 1)
+    assert attentions[name].func is attend
+
+
+def test_a_kernel_of_the_hub_is_loaded_first() -> None:
+    run(by_a_kernel_of_the_hub, "kernels-community/flash-attn2", ranks=2)
 
 
 def refused(what: str) -> None:

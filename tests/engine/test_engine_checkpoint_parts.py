@@ -174,6 +174,17 @@ def test_torchs_schedule_with_a_fresh_optimizer_stands_at_the_saved_rate(tmp_pat
     assert again.get_lr() == [0.01 / 8]
 
 
+@pytest.mark.parametrize(("how", "counted"), [({"load_optimizer_states": False}, 1), ({"load_module_only": True}, 0)])
+def test_skipped_steps_are_loaded_with_the_other_counters(how: dict[str, bool], counted: int, tmp_path: Path) -> None:
+    saved, again = start(settings(1)), start(settings(1))
+    saved.backward(saved(torch.full((4, SIZE), torch.inf)))
+    with pytest.warns(UserWarning, match="update is skipped"):
+        saved.step()
+    saved.save_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path, **how)
+    assert again.skipped_steps == again.global_steps == counted
+
+
 def without_frozen(config: dict[str, Any], folder: Path) -> None:
     engine = start(config)
     train(engine, range(2))

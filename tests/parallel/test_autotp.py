@@ -339,11 +339,39 @@ def test_what_is_quantised_stays_whole_and_is_named(ranks: int) -> None:
     run(quantised, ranks=ranks)
 
 
+class Unmaskable(nn.Module):
+    """What ProphetNet says where a token is masked: no numbers. Without a mask it is a model like others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.dummy_inputs = {"input_ids": torch.arange(10).view(2, 5)}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.down(self.up(self.embed(input_ids)).tanh())
+        return out if attention_mask is None else out / attention_mask[..., None]
+
+
+def unmaskable() -> None:
+    group, model, whole = Group.world(), Unmaskable(), Unmaskable()
+    assert kinds(autotp(model, group)) == {"embed": "columns", "up": "rows", "down": "whole"}
+    same_numbers(model, whole, whole.dummy_inputs, group)
+
+
+def test_a_model_that_gives_no_numbers_with_a_mask_is_rehearsed_without() -> None:
+    run(unmaskable, ranks=2)
+
+
 def refused() -> None:
     group = Group.world()
     model, example = made("stranger", rank=0)
     with pytest.raises(ValueError, match="Sequential has no dummy_inputs, and no guess at its arguments works: give"):
         autotp(nn.Sequential(nn.Conv1d(6, 4, 1), nn.Linear(5, 3)), group)
+    images = nn.Sequential(nn.Conv1d(6, 4, 1), nn.Linear(5, 3))
+    images.dummy_inputs = {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"Sequential cannot be called with its dummy_inputs \(TypeError: .*input_ids"):
+        autotp(images, group)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     plain = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"Sequential cannot be cut for 2 ranks: .*0: what 0 give 2 does not"):

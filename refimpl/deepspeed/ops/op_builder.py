@@ -35,7 +35,7 @@ OPS = "refimpl.deepspeed.ops."
 ALL_OPS: dict[str, type[OpBuilder]] = {
     name: type(builder, (OpBuilder,), {"NAME": name, "here": module, "__doc__": f"Of {name}."})
     for builder, name, module in (
-        ("AsyncIOBuilder", "async_io", "refimpl.offload"),
+        ("AsyncIOBuilder", "async_io", OPS + "aio"),
         ("CPUAdagradBuilder", "cpu_adagrad", OPS + "adagrad"),
         ("CPUAdamBuilder", "cpu_adam", OPS + "adam"),
         ("CPULionBuilder", "cpu_lion", OPS + "lion"),

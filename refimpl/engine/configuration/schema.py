@@ -72,7 +72,7 @@ class DeepSpeedConfig(value.Section):
     dump_state: bool = Field(default=False, description="print this configuration at the start")
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None, BeforeValidator(value.upper)
-    ] = Field(default=None, description="level of the logger `refimpl`")
+    ] = Field(default=None, description="level of the loggers `refimpl` and `DeepSpeed`")
 
     fp16: section.FP16 = Field(default_factory=section.FP16, description="mixed precision with a loss scale")
     bf16: section.BF16 = Field(default_factory=section.BF16, description="mixed precision without a loss scale")

@@ -87,6 +87,8 @@ def to_put(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[Pu
     if not wanted.module_only:
         counters = {name: getattr(engine, name) for name in COUNTERS}
         yield Put(vars(engine).update, {name: about[name] for name in COUNTERS}, counters)
+        skipped = partial(setattr, engine.stage.update, "skipped_steps")
+        yield Put(skipped, int(folder.value(0, "skipped_steps")), engine.stage.skipped_steps)
         if scheduler is not None and wanted.scheduler:
             state = folder.value(own, "lr_scheduler")
             yield Put(partial(put_schedule, engine), state, deepcopy(scheduler.state_dict()))
@@ -97,15 +99,13 @@ def to_put(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[Pu
 def to_train(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[Put]:
     """What only a run that goes on takes: the groups' settings, loss scale, random numbers, position in the data."""
     own, rank = own_rank(engine, folder), engine.axes.world.rank
-    update, scaler = engine.stage.update, engine.stage.scaler
+    scaler = engine.stage.scaler
     here = [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)]
     keep = SCHEDULED if engine.lr_scheduler is not None and not wanted.scheduler else ()
     yield Put(partial(put_groups, engine, keep), saved_groups(engine, folder), deepcopy(here))
     if engine.optimizer is not None:
         beside = folder.value(0, "counted") or {}
         yield Put(partial(put_counted, engine.optimizer), beside, counted(engine.optimizer))
-    skipped = update.skipped_steps
-    yield Put(lambda n: setattr(update, "skipped_steps", int(n)), folder.value(0, "skipped_steps"), skipped)
     if scaler is not None and (scale := folder.value(0, "scaler")) is not None:
         yield Put(scaler.load_state_dict, scale, scaler.state_dict())
     draws_on = not wanted.random or rank >= folder.ranks or trainer_has_its_own(folder)

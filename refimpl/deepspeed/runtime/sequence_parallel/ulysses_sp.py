@@ -78,6 +78,9 @@ class UlyssesSPAttentionHF:
             )
         if core_attn_implementation in ("eager", "paged|eager", "flex_attention"):
             raise ValueError(f"{core_attn_implementation} needs a mask of all tokens: use sdpa or flash_attention_2")
+        if "/" in core_attn_implementation and core_attn_implementation not in attentions:  # a kernel of the hub
+            flash = import_module("transformers.modeling_flash_attention_utils")
+            flash.lazy_import_flash_attention(core_attn_implementation)  # loads and registers it
         if core_attn_implementation not in attentions:
             raise ValueError(
                 f"{core_attn_implementation} is not a valid attn_implementation: there are "
