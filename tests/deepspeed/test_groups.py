@@ -36,7 +36,9 @@ def answers(how: str) -> tuple[dict[str, int], list[int], list[list[int]]]:
         assert engine.data_parallel_group is groups._get_data_parallel_group()
     else:
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG, mesh_param=(2, 2))
-        assert engine.seq_parallel_group is groups._get_sequence_parallel_group()
+        assert engine.get_sequence_parallel_group() is groups._get_sequence_parallel_group()
+    assert engine.get_data_parallel_rank() == groups._get_data_parallel_rank()
+    assert engine.get_model_parallel_rank() == groups.get_tensor_model_parallel_rank()
     engine.train_batch(iter([(torch.zeros(1, 8, dtype=torch.int64),) * 2]))
     sizes = {
         "data": groups._get_data_parallel_world_size(),

@@ -521,6 +521,7 @@ def grid_and_order() -> tuple[int, int, int, list[float]]:
     engine.train_batch()
     grid = engine.grid
     assert (engine.stage_id, engine.num_stages, engine.is_pipe_parallel) == (grid.get_stage_id(), 2, True)
+    assert engine.get_pipeline_parallel_rank() == grid.get_stage_id()
     assert module.loss_fn is F.mse_loss
     seen = [x for m in module.modules() if isinstance(m, Shown) for x in m.seen]
     return grid.get_data_parallel_rank(), grid.get_stage_id(), grid.get_pipe_parallel_world_size(), seen

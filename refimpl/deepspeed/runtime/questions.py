@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from refimpl.engine.configuration.sections import OffloadOptimizer, OffloadParam
 from refimpl.engine.engine import Engine
+from refimpl.engine.pipeline import PipelineEngine
 
 ZERO = "zero_optimization."
 KEYS = {
@@ -94,6 +96,26 @@ def communication_data_type(engine: Engine) -> torch.dtype:
     return engine.config.communication_data_type or engine.get_data_types()[1]
 
 
+def get_data_parallel_rank(engine: Engine) -> int:
+    """Which of the batches this rank reads."""
+    return engine.axes.feed
+
+
+def get_tensor_parallel_rank(engine: Engine) -> int:
+    """Which part of every layer this rank has; `get_model_parallel_rank` too."""
+    return engine.axes.tensor.rank
+
+
+def get_sequence_parallel_group(engine: Engine) -> ProcessGroup | None:
+    """torch's group of the ranks that share sequences; None where none do."""
+    return engine.seq_parallel_group
+
+
+def get_pipeline_parallel_rank(engine: PipelineEngine) -> int:
+    """Which of the stages this rank is."""
+    return engine.stage_id
+
+
 def no(engine: Engine) -> bool:
     """False: `data_efficiency` is not part of this project."""
     return False
@@ -103,8 +125,11 @@ for name, path in KEYS.items():
     setattr(Engine, name, question(name, path))
 for written in (
     zero_overlap_comm, zero_offload_optimizer, zero_offload_param, torch_autocast_dtype, postscale_gradients,
+    get_data_parallel_rank, get_tensor_parallel_rank, get_sequence_parallel_group,
 ):  # fmt: skip
     setattr(Engine, written.__name__, written)
+setattr(Engine, "get_model_parallel_rank", get_tensor_parallel_rank)  # noqa: B010
+setattr(PipelineEngine, "get_pipeline_parallel_rank", get_pipeline_parallel_rank)  # noqa: B010
 for name in ("data_efficiency_enabled", "data_sampling_enabled", "curriculum_learning_enabled", "random_ltd_enabled"):
     setattr(Engine, name, no)
 setattr(Engine, "communication_data_type", property(communication_data_type))  # noqa: B010
