@@ -23,6 +23,7 @@ from refimpl.engine.saving.contents import extra_states, frozen_names
 from refimpl.engine.saving.whole import portions
 from refimpl.engine.state import TrainingState
 from refimpl.parallel.swap import join_parts
+from refimpl.zero.gather.saved import every_name
 from refimpl.zero.init import GatheredParameters
 
 
@@ -40,7 +41,7 @@ def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]
     weights = {name: w for name, w in weights.items() if name not in left_out}
     slices = {
         engine.saved_name(name): portion
-        for name, p in engine.module.named_parameters(remove_duplicate=False)
+        for name, p in every_name(engine.module)
         if p in engine.stage.experts and (portion := parts.get(p, (None,))[0]) is not None
     }
     if engine.axes.model.size == 1:
