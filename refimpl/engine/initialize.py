@@ -52,7 +52,7 @@ def initialize(
         mpu, dist_init_required, collate_fn, config, config_params=config_params, mesh_param=mesh_param,
     )  # fmt: skip
     engine = kind_of(parts.model)(parts)
-    if engine.config.disable_python_gc:  # last: an engine that is refused leaves the collector on
+    if engine._config.disable_python_gc:  # last: an engine that is refused leaves the collector on
         engine.resume_python_gc = COLLECTOR.pause(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -33,6 +33,16 @@ def test_unknown_attributes_are_the_models() -> None:
         engine.sing()
 
 
+def test_the_models_configuration_may_stand_in_the_place_of_the_engines() -> None:
+    """h2o-llmstudio: `engine.config = engine.module.config`; DeepSpeed trains by its `_config`."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(1))
+    assert engine.config.zero_optimization.stage == engine._config.zero_optimization.stage == 1
+    engine.config = {"use_cache": False}
+    engine.backward(engine(batch(0, 0, 0)))
+    engine.step()
+    assert (engine.config, engine.zero_optimization_stage()) == ({"use_cache": False}, 1)
+
+
 def test_backward_averages_whatever_is_set() -> None:
     engine, *_ = refimpl.initialize(model=Net(), config=config(0))
     engine.enable_backward_allreduce = True

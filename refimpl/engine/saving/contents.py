@@ -84,8 +84,8 @@ def identity(engine: TrainingState) -> dict[str, Any]:
     """What a run is; `resume` says what of it must be the same in the run that goes on."""
     return {
         "world_size": engine.axes.world.size,
-        "stage": engine.config.zero_optimization.stage,
-        "dtype": str(engine.config.dtype).removeprefix("torch."),
+        "stage": engine._config.zero_optimization.stage,
+        "dtype": str(engine._config.dtype).removeprefix("torch."),
         "optimizer": type(engine.optimizer).__name__,
         "parameter_groups": len(param_groups(engine)),
     }

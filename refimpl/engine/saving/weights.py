@@ -105,7 +105,7 @@ def save_16bit_model(engine: TrainingState, save_dir: Path, filename: str, exclu
     False, and nothing is written, in stage 3 without zero_optimization.stage3_gather_16bit_weights_on_model_save.
     CheckpointError on every rank if rank 0 cannot write it; a file of that name is then as it was.
     """
-    zero = engine.config.zero_optimization
+    zero = engine._config.zero_optimization
     if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
         if engine.axes.world.rank == 0:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
