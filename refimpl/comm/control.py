@@ -80,8 +80,7 @@ class Control:
         agreed = self._agreed("all_gather_object", "")
         agreed.announce()
         with agreed:
-            if self.route.met:
-                self._meet(agreed)
+            self._meet(agreed)
             said = to_everyone(self._line.handle, dumps(obj))
         return [loads(one) for one in said]
 

@@ -241,7 +241,7 @@ def adopt(engine: Engine) -> None:
     """From now on the engine's collectives are logged here, and those of its start are."""
     ledger = engine.axes.world.ledger
     if isinstance(ledger.log, CommsLog) and ledger.log is not comms_logger:
-        comms_logger.configure(engine.config)
+        comms_logger.configure(engine._config)
         comms_logger.take(ledger.log)
     ledger.log = comms_logger
 

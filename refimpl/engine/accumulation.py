@@ -25,7 +25,7 @@ class Accumulation(Asked):
         self.scale_wrt_gas: bool | None = None  # what the client wants of every `backward`, over its argument
         self._syncing = True  # False inside no_sync
         self._pending = self._accumulated = 0
-        self.stage.gradients.divisor = self.config.gradient_accumulation_steps
+        self.stage.gradients.divisor = self._config.gradient_accumulation_steps
         self.stage.on_drop.append(self._forget_micro_batches)
 
     @property
@@ -60,16 +60,16 @@ class Accumulation(Asked):
         """
         if self._boundary is not None:
             return self._boundary
-        if not self.config.managed_gradient_accumulation:
+        if not self._config.managed_gradient_accumulation:
             return False
-        return self._accumulated + max(1, self._pending) >= self.config.gradient_accumulation_steps
+        return self._accumulated + max(1, self._pending) >= self._config.gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide from now on what `is_gradient_accumulation_boundary` answers, whatever has been counted.
 
         RuntimeError with `managed_gradient_accumulation` off.
         """
-        if not self.config.managed_gradient_accumulation:
+        if not self._config.managed_gradient_accumulation:
             raise RuntimeError(
                 "set_gradient_accumulation_boundary: with managed_gradient_accumulation = false every step() updates: "
                 "call step() at the boundary alone, or leave that key out"

@@ -50,15 +50,15 @@ class Asked(TrainingState):
 
     def train_batch_size(self) -> int:
         """Samples in an optimizer step, over all ranks."""
-        return self.config.train_batch_size
+        return self._config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples in one forward of one rank."""
-        return self.config.train_micro_batch_size_per_gpu
+        return self._config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one rank in an optimizer step."""
-        return self.config.gradient_accumulation_steps
+        return self._config.gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """The three above. (DeepSpeed returns its three methods.)"""
@@ -66,7 +66,7 @@ class Asked(TrainingState):
 
     def elasticity_enabled(self) -> bool:
         """Whether the section `elasticity` has chosen them."""
-        return self.config.elasticity is not None
+        return self._config.elasticity is not None
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of an optimizer step by the number of micro-batches. ValueError if that is not whole."""
@@ -90,7 +90,7 @@ class Asked(TrainingState):
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
         }
-        self.config = self.config.model_copy(update=sizes)
+        self._config = self._config.model_copy(update=sizes)
         self.stage.gradients.divisor = steps
 
     def deepspeed_io(
@@ -111,7 +111,7 @@ class Asked(TrainingState):
         """
         if data_sampler is not None:
             raise NotImplementedError("deepspeed_io: data_sampler: give it to torch.utils.data.DataLoader yourself")
-        size, drop_last = batch_size or self.train_micro_batch_size_per_gpu(), self.config.dataloader_drop_last
+        size, drop_last = batch_size or self.train_micro_batch_size_per_gpu(), self._config.dataloader_drop_last
         collate_fn, shuffle = collate_fn or self.collate_fn, route == "train"
         return make_dataloader(dataset, size, self.axes.feed, self.axes.feeds, drop_last, collate_fn, shuffle)
 
@@ -129,7 +129,7 @@ class Asked(TrainingState):
 
     def autotp_size(self) -> int:
         """The same, as the configuration or `tp_model_init` asked for it; 0 without tensor parallelism."""
-        return self.config.tensor_parallel.autotp_size
+        return self._config.tensor_parallel.autotp_size
 
     @property
     def data_parallel_group(self) -> ProcessGroup | None:
@@ -155,41 +155,41 @@ class Asked(TrainingState):
 
     def fp16_enabled(self) -> bool:
         """Whether the model is trained in fp16."""
-        return self.config.fp16.enabled
+        return self._config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
         """Whether the model is trained in bf16."""
-        return self.config.bf16.enabled
+        return self._config.bf16.enabled
 
     def fp16_auto_cast(self) -> bool:
         """Whether inputs are cast to fp16."""
-        return self.config.fp16.auto_cast
+        return self._config.fp16.auto_cast
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """dtype of the parameters, and of accumulated gradients."""
-        return self.config.dtype, self.config.data_types.grad_accum_dtype or self.config.dtype
+        return self._config.dtype, self._config.data_types.grad_accum_dtype or self._config.dtype
 
     def dynamic_loss_scale(self) -> bool:
         """Whether fp16's loss scale adapts itself."""
-        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+        return self._config.fp16.enabled and self._config.fp16.loss_scale == 0
 
     def loss_scale(self) -> float:
         """The configured static loss scale; 0 is dynamic. The one in force is `optimizer.loss_scale`."""
-        return self.config.fp16.loss_scale
+        return self._config.fp16.loss_scale
 
     def gradient_clipping(self) -> float:
         """Bound on the global gradient norm; 0 does not clip."""
-        return self.config.gradient_clipping
+        return self._config.gradient_clipping
 
     def managed_gradient_accumulation(self) -> bool:
         """Whether the engine counts micro-batches."""
-        return self.config.managed_gradient_accumulation
+        return self._config.managed_gradient_accumulation
 
     # What is sharded.
 
     def zero_optimization_stage(self) -> int:
         """0 (nothing sharded) to 3 (parameters sharded)."""
-        return self.config.zero_optimization.stage
+        return self._config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
@@ -205,19 +205,19 @@ class Asked(TrainingState):
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether `save_16bit_model` may gather the weights of stage 3."""
-        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def zero_ignore_unused_parameters(self) -> bool:
         """Whether a parameter may have no gradient."""
-        return self.config.zero_optimization.ignore_unused_parameters
+        return self._config.zero_optimization.ignore_unused_parameters
 
     def zero_allow_untested_optimizer(self) -> bool:
         """Whether an optimizer that is not known to be element-wise is taken."""
-        return self.config.zero_allow_untested_optimizer
+        return self._config.zero_allow_untested_optimizer
 
     def zero_cpu_offload(self) -> bool:
         """Whether optimizer states live in host memory."""
-        return self.config.zero_optimization.offload_optimizer.device == "cpu"
+        return self._config.zero_optimization.offload_optimizer.device == "cpu"
 
     # The rest.
 
@@ -233,27 +233,27 @@ class Asked(TrainingState):
 
     def optimizer_name(self) -> str | None:
         """The name in the configuration, DeepSpeed's own in lower case as there; without one the optimizer's class."""
-        if self.config.optimizer is None:
+        if self._config.optimizer is None:
             return type(self.optimizer).__name__ if self.optimizer else None
-        name = self.config.optimizer.type
+        name = self._config.optimizer.type
         return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
 
     def scheduler_name(self) -> str | None:
         """The schedule's name in the configuration."""
-        return self.config.scheduler.type if self.config.scheduler else None
+        return self._config.scheduler.type if self._config.scheduler else None
 
     def steps_per_print(self) -> int | None:
         """Steps between two reports."""
-        return self.config.steps_per_print
+        return self._config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
         """Whether times are reported."""
-        return self.config.wall_clock_breakdown
+        return self._config.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
         """Whether bytes are reported."""
-        return self.config.memory_breakdown
+        return self._config.memory_breakdown
 
     def dump_state(self) -> bool:
         """Whether the configuration was printed at the start."""
-        return self.config.dump_state
+        return self._config.dump_state

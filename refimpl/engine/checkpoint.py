@@ -218,7 +218,7 @@ def agreed_folder(group: Group, folder: Path) -> Path:
 def agreed_tag(engine: TrainingState, tag: str) -> str:
     """Rank 0's tag. When another rank names another one: nothing, a warning or an error, as `tag_validation` says."""
     tags = engine.axes.world.all_gather_object(tag)
-    check = engine.config.checkpoint.tag_validation
+    check = engine._config.checkpoint.tag_validation
     if check != "IGNORE" and len(set(tags)) > 1:
         said = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(tags))
         if check == "FAIL":

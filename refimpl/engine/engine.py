@@ -85,7 +85,7 @@ class Engine(Saved, ModuleState):
     @cached_property
     def activation_checkpoint(self) -> Checkpoint:
         """For the model's own use: engine.activation_checkpoint(block, x)."""
-        return checkpointer(self.config.activation_checkpointing, self.axes.tensor, self.axes.world.rank)
+        return checkpointer(self._config.activation_checkpointing, self.axes.tensor, self.axes.world.rank)
 
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
@@ -110,14 +110,14 @@ class Engine(Saved, ModuleState):
         if not self._open_micro_batches:
             self.group.ledger.reset()
         self._tell_time()  # to layers that init_compression has made since
-        inputs, kwargs = in_half(self.config, (inputs, kwargs))
+        inputs, kwargs = in_half(self._config, (inputs, kwargs))
         if self.training and not self._pending:  # a step's time begins at its first micro-batch
             self.tput_timer.start()
         if self.module.training:
             kwargs |= self.told.at(self.global_steps)
         counting = self.report.flops(self.module, self.global_steps, FORWARD)
-        told = dtypes_told(self.config, self.module, inputs, kwargs)
-        with self.report.time("fwd"), counting, autocast(self.config, self.device), told:
+        told = dtypes_told(self._config, self.module, inputs, kwargs)
+        with self.report.time("fwd"), counting, autocast(self._config, self.device), told:
             return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -158,7 +158,7 @@ class Engine(Saved, ModuleState):
         The learning rate stays where it is when the update was skipped; `lr_kwargs` are for the schedule's `step`.
         RuntimeError where it would update inside `no_sync`.
         """
-        due = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
+        due = self.is_gradient_accumulation_boundary() or not self._config.managed_gradient_accumulation
         if due and not self._syncing:
             raise RuntimeError(
                 "engine.step() inside no_sync() or coalesce_grad_reduction(): the gradients are not reduced; leave the "
@@ -257,7 +257,7 @@ class Engine(Saved, ModuleState):
 
     def pause_python_gc(self) -> None:
         """Until `destroy`, if the configuration says `disable_python_gc`."""
-        if self.config.disable_python_gc:
+        if self._config.disable_python_gc:
             self.resume_python_gc = COLLECTOR.pause(self)
 
     def collect_python_gc(self) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from refimpl.comm.group import Group
 from refimpl.engine.configuration.keys import ConfigError
+from refimpl.zero.gather.saved import every_name
 
 BY_HEADS, MARK = "per_head_muon", "muon_num_heads"  # of the section, and of a parameter, as in DeepSpeed
 OURS = "muon_heads_found"  # what `mark_heads` has written into a mark, and not the script
@@ -61,7 +62,7 @@ def heads_found(model: nn.Module) -> dict[str, int]:
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     found = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
+    for name, p in every_name(model):
         if p.ndim == 2 and name.endswith(".weight"):
             owner, _, leaf = name.removesuffix(".weight").rpartition(".")
             told = proposed(leaf.lower(), config, model.get_submodule(owner))

@@ -60,7 +60,7 @@ class PipelineEngine(Engine):
         refuse_stage(parts)
         for p, name in self.stage.names.items():
             self.stage.names[p] = self.saved_name(name)
-        if interval := self.config.pipeline.activation_checkpoint_interval:
+        if interval := self._config.pipeline.activation_checkpoint_interval:
             self.module.checkpoint_interval = interval
         self.batch_fn: Callable[[Any], Any] | None = None
         self._evaluated: int | None = None  # what a script wrote to `micro_batches`
@@ -233,7 +233,7 @@ class PipelineEngine(Engine):
                 f"a pipeline's data must be pairs (inputs, labels), not {type(item).__name__}: set_batch_fn"
             )
         pair: Batch = tree_map_only(Tensor, lambda x: sent(x, self.device), tuple(item))
-        pair = in_half(self.config, pair[0]), pair[1]
+        pair = in_half(self._config, pair[0]), pair[1]
         return pair if self.module.part is None else self.module.part(pair)
 
 

@@ -36,6 +36,7 @@ from refimpl.engine.state import TrainingState
 from refimpl.offload.homes import Host
 from refimpl.parallel.autotp import common_numbers
 from refimpl.zero import portable
+from refimpl.zero.gather.saved import every_name
 from refimpl.zero.optimizer.own_states import put_own_states
 from refimpl.zero.portable import restore
 from refimpl.zero.stage import Stage
@@ -84,7 +85,7 @@ def load(
     with Folder(*found) as folder:
         names = {  # a state_dict of its own need not name every parameter
             *engine.module.state_dict(keep_vars=True),
-            *dict(engine.module.named_parameters(remove_duplicate=False)),
+            *dict(every_name(engine.module)),
         }
         here = engine.axes.model.all_gather_object([engine.saved_name(name) for name in names])
         known = {name for part in engine.axes.expert.all_gather_object(here) for names in part for name in names}

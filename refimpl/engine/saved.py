@@ -40,7 +40,7 @@ class Saved(Accumulation):
                 "after a step that updates",
                 stacklevel=2,
             )
-        behind = self.config.checkpoint.writer.decoupled if asynchronous is None else asynchronous
+        behind = self._config.checkpoint.writer.decoupled if asynchronous is None else asynchronous
         state = client_state or {}
         return checkpoint.save(self, save_dir, tag, state, save_latest, exclude_frozen_parameters, behind)
 

@@ -22,8 +22,9 @@ class TrainingState(nn.Module):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.module, self.config, self.stage = parts.model, parts.config, parts.stage
+        self.module, self._config, self.stage = parts.model, parts.config, parts.stage
         self.axes, self.group = parts.axes, parts.group
+        self._shown: Any = None
         self.lr_scheduler: Any | None = parts.scheduler
         self.training_dataloader, self.collate_fn = parts.dataloader, parts.collate_fn
         self.global_steps = self.micro_steps = self.global_samples = 0
@@ -54,6 +55,15 @@ class TrainingState(nn.Module):
         return {}
 
     @property
+    def config(self) -> Any:
+        """The configuration, a DeepSpeedConfig; or what a script has put here, by which nothing is trained."""
+        return self._config if self._shown is None else self._shown
+
+    @config.setter
+    def config(self, other: Any) -> None:
+        self._shown = other  # h2o-llmstudio: the model's own, for who takes the engine for the model
+
+    @property
     def optimizer(self) -> Optimizer | None:
         """The torch optimizer; its parameters are this rank's fp32 shards. None in an engine for inference."""
         return self.stage.update.slices.optimizer
@@ -67,7 +77,7 @@ class TrainingState(nn.Module):
 
         DeepSpeed's name, for whose optimizer is made with the engine at hand. ValueError if the engine has one already.
         """
-        optimizer = make_optimizer(client_optimizer, self.config.optimizer, list(model_parameters))
+        optimizer = make_optimizer(client_optimizer, self._config.optimizer, list(model_parameters))
         check_whole(optimizer, self.axes, self.copies())
         self.stage.attach(optimizer)
 

@@ -20,6 +20,7 @@ from refimpl.engine.heads import BY_HEADS, forget_heads, mark_heads
 from refimpl.engine.names import optimizer_named, schedule_named
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.zero.flat import groups_of
+from refimpl.zero.gather.saved import every_name
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[list[Any]], Optimizer]
@@ -47,7 +48,7 @@ def names_of(model: nn.Module, parameters: Parameters | None, optimizer: Any) ->
 def found_again(model: nn.Module, named: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same groups of what this rank has of them."""
     whole = model.name_in_whole if isinstance(model, PipelineModule) else str
-    here = {whole(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    here = {whole(name): p for name, p in every_name(model)}
     here |= {model.first_of(p): p for p in model.repeated} if isinstance(model, PipelineModule) else {}
     return [type(group)(group, params=[here[name] for name in group["params"] if name in here]) for group in named]
 
@@ -131,7 +132,7 @@ def mark_hidden(model: nn.Module, section: OptimizerSection | None, axes: Axes) 
     """
     if section is None or section.type.lower() != "muon":
         return
-    named = list(model.named_parameters(remove_duplicate=False))
+    named = list(every_name(model))
     outer = {p for name, p in named if any(word in name.lower() for word in ("embed", "lm_head"))}
     for _, p in named:
         if not hasattr(p, "use_muon"):

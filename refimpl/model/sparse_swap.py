@@ -49,7 +49,10 @@ def make_sparse(model: nn.Module, make_pattern: MakePattern) -> int:
     A causal attention stays causal, whatever the pattern says. Sequences need not be multiples of the block: they are
     padded inside. ValueError for a model that is neither made of the GPT's blocks nor one of transformers', or that has
     attentions of another kind; a UserWarning if it would drop probabilities, which block-sparse attention does not.
+    0 of a model whose author has read the JSON and built `SparseSelfAttention` in, as DeepSpeed's bing_bert does.
     """
+    if any(isinstance(getattr(module, "sparsity_config", None), SparsityConfig) for module in model.modules()):
+        return 0
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if blocks and all(isinstance(block.attention, Attention) for block in blocks):
         return swap_blocks(model, blocks, make_pattern)

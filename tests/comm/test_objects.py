@@ -1,12 +1,16 @@
 """Bytes to everyone: right at every length, in one all-gather where all are short."""
 
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from worlds import run
 
+from refimpl.comm.agree import Agreed
+from refimpl.comm.group import Group
 from refimpl.comm.objects import SHORT, to_everyone
 
 
@@ -33,3 +37,18 @@ def test_every_length_arrives_whole(ranks: int) -> None:
         for each, (messages, sent) in zip(lengths, found, strict=True):
             assert messages == [message(rank, length) for rank, length in enumerate(each)]
             assert sent == (1 if max(each) <= SHORT else 2)
+
+
+def late() -> list[int]:
+    """In a rank: rank 1 comes when rank 0 has said that it waits, in the first call of a group."""
+    group, store = Group(dist.new_group()), _get_default_store()
+    group.patience.late = 0.01
+    if group.rank == 1:
+        store.wait(["said so"], timedelta(seconds=5))
+    with patch.object(Agreed, "is_late", lambda *_: store.set("said so", "")):
+        return group.all_gather_object(group.rank)
+
+
+def test_who_waits_in_a_groups_first_call_says_so() -> None:
+    """GLM loads a checkpoint under a lock that one rank has at a time, and else hung without a word."""
+    assert run(late, ranks=2) == [[0, 1], [0, 1]]

@@ -543,6 +543,17 @@ def test_the_loader_of_an_engine_has_deepspeeds_name() -> None:
     assert isinstance(loader, DeepSpeedDataLoader)
 
 
+def test_a_loader_made_by_hand_gives_each_rank_its_share() -> None:
+    """h2o-llmstudio's, with a sampler of its own, and without one."""
+    own = DeepSpeedDataLoader(range(5), 2, local_rank=0, pin_memory=False, tput_timer=None, data_sampler=[4, 1, 0])  # type: ignore[arg-type]
+    assert ([batch.tolist() for batch in own], len(own)) == ([[4, 1], [0]], 2)
+    more = {"tput_timer": None, "data_parallel_world_size": 2, "dataloader_drop_last": True}
+    shares = [DeepSpeedDataLoader(range(6), 2, False, 0, data_parallel_rank=rank, **more) for rank in (0, 1)]  # type: ignore[arg-type]
+    seen = [i for share in shares for batch in share for i in batch.tolist()]
+    assert len(seen) == len(set(seen)) == 4
+    assert sorted(i for batch in DeepSpeedDataLoader(range(3), 2, False, -1, None) for i in batch.tolist()) == [0, 1, 2]  # type: ignore[arg-type]
+
+
 def pipelined() -> None:
     for seed_layers, seed in ((False, 1), (True, 7)):
         torch.manual_seed(1)

@@ -10,6 +10,7 @@ from test_engine import STAGES, Net, batch, close, config, oracle
 from torch import Tensor, nn
 
 import refimpl
+from refimpl.deepspeed.utils import safe_get_full_fp32_param
 from refimpl.launch import RankError
 
 
@@ -30,6 +31,16 @@ def test_unknown_attributes_are_the_models() -> None:
     assert not hasattr(engine, "sing")
     with pytest.raises(AttributeError, match=r"Engine has no attribute 'sing', nor has its Speaker"):
         engine.sing()
+
+
+def test_the_models_configuration_may_stand_in_the_place_of_the_engines() -> None:
+    """h2o-llmstudio: `engine.config = engine.module.config`; DeepSpeed trains by its `_config`."""
+    engine, *_ = refimpl.initialize(model=Net(), config=config(1))
+    assert engine.config.zero_optimization.stage == engine._config.zero_optimization.stage == 1
+    engine.config = {"use_cache": False}
+    engine.backward(engine(batch(0, 0, 0)))
+    engine.step()
+    assert (engine.config, engine.zero_optimization_stage()) == ({"use_cache": False}, 1)
 
 
 def test_backward_averages_whatever_is_set() -> None:
@@ -65,6 +76,20 @@ def test_the_questions() -> None:
     assert engine.config.get("nonsense", 7) == 7
     fp32, plain, *_ = refimpl.initialize(model=Net(), config=config(0))
     assert (plain.loss_scale, plain.dynamic_loss_scale, fp32.fp16_enabled()) == (1.0, False, False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_that_a_script_loads_are_what_is_stepped(stage: int) -> None:
+    """GLM, after `module.load_state_dict`: DeepSpeed's fp32 weights stay as they were without that call."""
+    settings = config(stage, fp16={"enabled": True, "loss_scale": 1})
+    engine, optimizer, *_ = refimpl.initialize(model=Net().half(), config=settings)
+    engine.module.load_state_dict({name: torch.ones_like(w) for name, w in Net().state_dict().items()})
+    optimizer.refresh_fp32_params()
+    optimizer.param_groups[0]["lr"] = 0.0
+    engine.backward(engine(batch(0, 0, 0).half()))
+    engine.step()
+    stepped = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    assert all(w is not None and torch.equal(w, torch.ones_like(w)) for w in stepped)
 
 
 def loaded() -> list[int]:

@@ -50,6 +50,39 @@ def warm_start(config: dict[str, Any], folder: Path, how: dict[str, Any]) -> tup
     return loaded, weights(engine), weights(fresh)
 
 
+class OldWrapper(nn.Module):
+    """GLM's FP16_Module, once Megatron's: its names are those of what it wraps, by signatures of torch 1.4."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)  # type: ignore[no-any-return]
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return self.module.named_parameters(prefix=prefix, recurse=recurse)
+
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
+        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_wrapper_with_older_signatures_goes_on(stage: int, tmp_path: Path) -> None:
+    nets = Net(), Net(9)
+    for net in nets:
+        net.norm = nn.LayerNorm(SIZE)  # type: ignore[assignment]  # buffers would have the wrapper in their names
+    engines = [refimpl.initialize(model=OldWrapper(net), config=settings(stage))[0] for net in nets]
+    train(engines[0], range(2))
+    engines[0].save_checkpoint(tmp_path)
+    engines[1].load_checkpoint(tmp_path)
+    assert train(engines[0], range(2, 4)) == train(engines[1], range(2, 4))
+    assert in_folder(tmp_path / "global_step2").keys() == nets[0].state_dict().keys()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["load_module_only", "load_optimizer_states"])
 def test_weights_alone_go_anywhere(stage: int, how: str, tmp_path: Path) -> None:

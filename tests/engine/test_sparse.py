@@ -9,6 +9,7 @@ from torch import nn
 
 import refimpl
 from refimpl.comm.group import Group
+from refimpl.deepspeed.ops.sparse_attention import SparseSelfAttention
 from refimpl.launch import RankError
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.model.patterns.named import pattern_named
@@ -106,3 +107,10 @@ def test_what_cannot_be_is_refused_with_the_keys_name() -> None:
     for sparse, plain, says in cases:
         (said,) = worlds.run(refused, sparse, plain, ranks=1)
         assert says in said
+
+
+def test_layers_that_the_author_built_by_the_section_stay() -> None:
+    """DeepSpeed's bing_bert: its model reads the section, the engine gets the same file."""
+    own = nn.ModuleDict({"attend": SparseSelfAttention(pattern_named("bigbird", 4, BIGBIRD), max_seq_length=64)})
+    own["out"] = nn.Linear(2, 2)
+    assert worlds.run(refused, BIGBIRD, own, ranks=1) == ["taken"]

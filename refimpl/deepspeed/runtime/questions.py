@@ -52,7 +52,7 @@ KEYS = {
 
 def question(name: str, key: str) -> Callable[[Engine], Any]:
     def answer(engine: Engine) -> Any:
-        value: Any = engine.config
+        value: Any = engine._config
         for part in key.split("."):
             value = None if value is None else getattr(value, part)
         return value
@@ -68,12 +68,12 @@ def zero_overlap_comm(engine: Engine) -> bool:
 
 def zero_offload_optimizer(engine: Engine) -> Any:
     """The section, None where nothing is offloaded."""
-    return if_away(engine.config.zero_optimization.offload_optimizer)
+    return if_away(engine._config.zero_optimization.offload_optimizer)
 
 
 def zero_offload_param(engine: Engine) -> Any:
     """The section, None where nothing is offloaded."""
-    return if_away(engine.config.zero_optimization.offload_param)
+    return if_away(engine._config.zero_optimization.offload_param)
 
 
 def if_away(section: OffloadOptimizer | OffloadParam) -> Any:
@@ -82,18 +82,18 @@ def if_away(section: OffloadOptimizer | OffloadParam) -> Any:
 
 def torch_autocast_dtype(engine: Engine) -> torch.dtype | None:
     """None where forward does not run under autocast."""
-    asked = engine.config.torch_autocast
+    asked = engine._config.torch_autocast
     return asked.dtype if asked.enabled else None
 
 
 def postscale_gradients(engine: Engine) -> bool:
     """Whether gradients are divided behind their sum."""
-    return not engine.config.prescale_gradients
+    return not engine._config.prescale_gradients
 
 
 def communication_data_type(engine: Engine) -> torch.dtype:
     """dtype of gradients on the wire."""
-    return engine.config.communication_data_type or engine.get_data_types()[1]
+    return engine._config.communication_data_type or engine.get_data_types()[1]
 
 
 def get_data_parallel_rank(engine: Engine) -> int:

@@ -11,4 +11,4 @@ __all__ = ["autocast_if_enabled"]
 
 def autocast_if_enabled(engine: Engine) -> AbstractContextManager[Any]:
     """As the section `torch_autocast` says: a loss that a script computes by the engine's module, say."""
-    return autocast(engine.config, engine.device)
+    return autocast(engine._config, engine.device)

@@ -23,7 +23,7 @@ from refimpl.checkpoint.tree import encode
 from refimpl.engine.saving.whole import joined, portions
 from refimpl.engine.state import TrainingState
 from refimpl.optim.travelling import MASK
-from refimpl.zero.gather.saved import named_tensors
+from refimpl.zero.gather.saved import every_name, named_tensors
 from refimpl.zero.optimizer.counted import counted
 from refimpl.zero.portable import parts, place_of
 
@@ -57,7 +57,7 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
             place = replace(place, shape=shape, at=0, of=prod(shape), ranks=(), parts=(part,))
         parameters[name] = place.as_json()
     first = stage.names | {buffer: saved(name) for name, buffer in module.named_buffers()}
-    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    every = (*every_name(module), *module.named_buffers(remove_duplicate=False))
     aliases = {saved(name): first[tensor] for name, tensor in every}
     aliases |= {stage.names[p]: name for p, name in engine.copies().items()}
     where = {} if alone else {"ranks": [engine.axes.world.rank]}
@@ -84,8 +84,8 @@ def identity(engine: TrainingState) -> dict[str, Any]:
     """What a run is; `resume` says what of it must be the same in the run that goes on."""
     return {
         "world_size": engine.axes.world.size,
-        "stage": engine.config.zero_optimization.stage,
-        "dtype": str(engine.config.dtype).removeprefix("torch."),
+        "stage": engine._config.zero_optimization.stage,
+        "dtype": str(engine._config.dtype).removeprefix("torch."),
         "optimizer": type(engine.optimizer).__name__,
         "parameter_groups": len(param_groups(engine)),
     }
@@ -158,4 +158,4 @@ def schedule(engine: TrainingState) -> str | None:
 
 def frozen_names(module: nn.Module) -> set[str]:
     """Every name of every parameter that is not trained."""
-    return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name for name, p in every_name(module) if not p.requires_grad}

@@ -69,7 +69,7 @@ class ModuleState(TrainingState):
         What SwissArmyTransformer saves by, on the first data-parallel rank alone: no collective, no optimizer; its own
         reader takes it, not `load_checkpoint`. RuntimeError where no rank has the weights: stage 3 and pipelines.
         """
-        if self.config.zero_optimization.stage == 3 or self.axes.pipeline.size > 1:
+        if self._config.zero_optimization.stage == 3 or self.axes.pipeline.size > 1:
             raise RuntimeError("_save_checkpoint: no rank has the weights here; call save_checkpoint on every rank")
         state = {"module": self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)}
         counted = {"global_steps": self.global_steps, "global_samples": self.global_samples}

@@ -23,6 +23,7 @@ from refimpl.engine.saving.contents import extra_states, frozen_names
 from refimpl.engine.saving.whole import portions
 from refimpl.engine.state import TrainingState
 from refimpl.parallel.swap import join_parts
+from refimpl.zero.gather.saved import every_name
 from refimpl.zero.init import GatheredParameters
 
 
@@ -40,7 +41,7 @@ def whole_weights(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]
     weights = {name: w for name, w in weights.items() if name not in left_out}
     slices = {
         engine.saved_name(name): portion
-        for name, p in engine.module.named_parameters(remove_duplicate=False)
+        for name, p in every_name(engine.module)
         if p in engine.stage.experts and (portion := parts.get(p, (None,))[0]) is not None
     }
     if engine.axes.model.size == 1:
@@ -104,7 +105,7 @@ def save_16bit_model(engine: TrainingState, save_dir: Path, filename: str, exclu
     False, and nothing is written, in stage 3 without zero_optimization.stage3_gather_16bit_weights_on_model_save.
     CheckpointError on every rank if rank 0 cannot write it; a file of that name is then as it was.
     """
-    zero = engine.config.zero_optimization
+    zero = engine._config.zero_optimization
     if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
         if engine.axes.world.rank == 0:
             key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"

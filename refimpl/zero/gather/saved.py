@@ -13,6 +13,7 @@ with a warning, as DeepSpeed's has (DeepSpeed-Chat's rank 0 writes such a file, 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ from torch import Tensor, nn
 
 from refimpl.zero.gather.unit import unit_of, whole
 from refimpl.zero.parameter import Hook, names_alone
+
+
+def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's parameters, what is tied under each of its names.
+
+    A model's own `named_parameters` may be older than `remove_duplicate`, as that of GLM's FP16_Module, which was once
+    Megatron's: there the other names of what is tied are in `state_dict()`.
+    """
+    takes = signature(model.named_parameters).parameters.values()
+    if any(p.name == "remove_duplicate" or p.kind is Parameter.VAR_KEYWORD for p in takes):
+        return model.named_parameters(remove_duplicate=False)
+    saved = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, nn.Parameter)}
+    return iter((dict(model.named_parameters()) | saved).items())
 
 
 def named_tensors(model: nn.Module) -> dict[str, Any]:
@@ -30,7 +44,7 @@ def named_tensors(model: nn.Module) -> dict[str, Any]:
     """
     state = model.state_dict(keep_vars=True)
     named = {id(tensor) for tensor in state.values()}
-    return {**state, **{n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in named}}
+    return {**state, **{n: p for n, p in every_name(model) if id(p) not in named}}
 
 
 def copied(state: Mapping[str, Any], copies: dict[Tensor, Tensor]) -> dict[str, Any]:

@@ -103,6 +103,9 @@ class Owned(optim.Optimizer):
 
     cur_scale = loss_scale  # DeepSpeed has both
 
+    def refresh_fp32_params(self) -> None:
+        """Nothing: what is written to the model's weights reaches those in fp32 by itself, by `load_state_dict` too."""
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Let the caller's own scaler say fp16's loss scale, from the next backward on. No other dtype has one."""
         if self.stage.scaler is not None:
