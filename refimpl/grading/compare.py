@@ -97,7 +97,7 @@ def recognise(
             return sentence
     f, e = found.detach().double(), expected.detach().double()
     if not f.isfinite().all() and e.isfinite().all():
-        return "it holds NaN or Inf: memory that was never written (or not yet: wait() first), or an overflow"
+        return "it holds NaN or Inf: memory that was never written (or not yet: wait() first), an overflow, or 0 / 0"
     guesses = {}
     if ranks > 1:
         guesses[f"exactly {ranks}x the expected: summed over the ranks, not averaged"] = e * ranks
@@ -117,7 +117,7 @@ def pattern(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1
         return f"{f.item():.6g}, expected {e.item():.6g}"
     if torch.allclose(f.sort().values, e.sort().values, rtol, atol):
         return "the right numbers in another order"
-    for kind, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
+    for kind, bits in ((torch.bfloat16, 8), (torch.float16, 11)) if found.is_floating_point() else ():
         if torch.equal(f, f.to(kind).double()) and not torch.equal(e, e.to(kind).double()):
             return f"none has more than the {bits} bits of {str(kind)[6:]}: are they rounded on the way?"
     by = (f / e)[e != 0]
