@@ -28,7 +28,7 @@ def attached(x: object, what: str) -> Tensor:
     """Raise Wrong unless x is a tensor whose backward goes somewhere."""
     require(isinstance(x, Tensor), f"{what} is a {type(x).__name__}, expected a tensor: is there a `return`?")
     assert isinstance(x, Tensor)
-    require(x.requires_grad, f"{what} has no gradient to pass on: nothing was recorded, is there a Function's apply?")
+    require(x.requires_grad, f"{what} has no gradient to pass on: is it detached, or a Function without apply?")
     return x
 
 

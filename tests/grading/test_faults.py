@@ -46,6 +46,10 @@ FAULTS = {
         "y = x.clone()\nif group.rank:\n    group.recv(y, 0)\nelse:\n    group.all_reduce(y)\nreturn y",
         ["double", "rank 0                    rank 1", "recv from 0"],
     ),
+    "a ring of which one rank stays away": (
+        "y = torch.empty_like(x)\nif group.rank:\n    group.send_recv(x, 0, y, 0)\nreturn x * 2",
+        ["some ranks have finished", "send to 0, 8 bytes", "recv from 0"],
+    ),
     "nobody sends": (
         "group.recv(x, 1 - group.rank)\nreturn x",
         ["every rank waits to receive, and none sends", "rank 1 waits in recv at exercise.py:5"],
