@@ -240,7 +240,9 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
                     known["summed, and not divided by the number of ranks"] = total
                 if grad is not None:
                     for own_part, done in ((grad, "as it was"), (grad / n, "divided")):
-                        known[f"this rank's own, {done}: what a copy of it became must be put into p.grad"] = own_part
+                        known[
+                            f"this rank's own, {done}: it is not reduced, or what a copy became is not put into p.grad"
+                        ] = own_part
                 expected = (total / n).to(p.dtype)
                 different = {s: t.to(p.dtype) for s, t in known.items() if not torch.equal(t.to(p.dtype), expected)}
                 name = f"the gradient of {what} parameter {i}"
