@@ -219,7 +219,7 @@ def refuse(layer: object, when: str) -> None:
         layer.backward()  # type: ignore[attr-defined]
     except RuntimeError:
         return
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         kind = type(error).__name__
         raise Wrong(f"backward {when} raises {kind}: it must raise a RuntimeError", f"  {error}") from None
     raise Wrong(f"backward works {when}: it must raise a RuntimeError")
