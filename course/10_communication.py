@@ -350,8 +350,9 @@ table = {
 pd.DataFrame.from_dict(table, orient="index", columns=["ms", "times as fast as the ring"])
 
 # %% [markdown]
-# (On a busy machine a ring of many messages is later still.) With $F$ nodes of $P$ ranks, $N = FP$, two levels are by
-# the formula $F (N-1) / (N (F-1)) = 1.5$ times as fast as a flat ring here, and 2 times for two large nodes. With one
+# With $F$ nodes of $P$ ranks, $N = FP$, two levels are by the formula $F (N-1) / (N (F-1)) = 1.5$ times as fast as a
+# flat ring here, and 2 times for two large nodes. (The formula counts bytes on the cable alone. Latency comes on top of
+# both, and what a node does inside; and on a busy machine a ring of many messages is later still.) With one
 # card a GPU, NCCL runs one ring through each card and reaches the same bytes; what stays is latency: $2(N-1)$ messages
 # against $2(P-1) + 2(F-1)$, of which only the last $2(F-1)$ are far. Within a level one may still choose: a ring,
 # recursive **halving** ($2 \log_2 N$ messages, `halving_all_reduce` in the exercises), a pair of trees. What is best

@@ -148,7 +148,10 @@ class KeepResults(TorchDispatchMode):
         self.runs, self.next = 0, 0
 
     def __enter__(self) -> "KeepResults":
-        """Each `with` is a run; the second and later ones begin at the first result."""
+        """Each `with` is a run; the second and later ones begin at the first result.
+
+        It is TorchDispatchMode's own __enter__ that switches the mode on: call that, too.
+        """
         self.runs, self.next = self.runs + 1, 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -221,7 +224,8 @@ HINTS = {
         "First m < 0, then i == t. Then the two ways, the second in a loop over j; take the least.",
     ],
     "KeepResults": [
-        "__enter__ counts the runs. In the first run append each result; in later runs take results[next].",
+        "__enter__ counts the runs, and calls super().__enter__(), or nothing is ever asked of the mode.",
+        "In the first run append each result; in later runs take results[next].",
         "detach() drops the graph; clone() gives memory of its own. Both when it is kept, clone when it is handed out.",
     ],
     "PartitionedInput": [

@@ -104,7 +104,7 @@ def play(
     all that it needs has; messages take no time. The last stage is the largest number in
     `orders`: its backward needs its own forward only. ValueError if ranks wait for each other
     for ever, or for what nobody computes: the text names each rank that is not at its end, as
-    "rank 1".
+    "rank 1". Where there are no operations the result is empty.
     Example: play([[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)]], {"F": 1, "B": 2})
     begins with F of stage 0 at (0, 1) and ends with B of stage 0 at (4, 6).
     """

@@ -96,7 +96,8 @@ def positions(experts: Tensor, number: int, capacity: int) -> Tensor:
     experts [T, k] int64, below `number`, or -1 for a token that goes nowhere (padding), which
     takes no place and gets -1 -> [T, k] int64. As in GShard: all first choices find their
     places before any second choice does, and so on; among equal choices tokens come in order.
-    experts keeps its values. No loop over tokens in Python: T is 10^5.
+    experts keeps its values. T is 10^5: no loop over tokens in Python, and nothing is made of
+    more than k T x (number + 1) elements.
     Example: experts [[0, 1], [0, 1], [1, 0]], capacity 2 -> [[0, 1], [1, -1], [0, -1]].
     """
     flat = experts.t().flatten()  # all first choices, then all second ones

@@ -94,7 +94,10 @@ class KeepResults(TorchDispatchMode):
         self.runs, self.next = 0, 0
 
     def __enter__(self) -> "KeepResults":
-        """Each `with` is a run; the second and later ones begin at the first result."""
+        """Each `with` is a run; the second and later ones begin at the first result.
+
+        It is TorchDispatchMode's own __enter__ that switches the mode on: call that, too.
+        """
         raise NotImplementedError("KeepResults.__enter__")
 
     def __torch_dispatch__(

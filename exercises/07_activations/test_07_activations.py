@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from refimpl.grading.compare import Wrong, equal, require
 from refimpl.grading.grade import on_ranks
@@ -200,6 +200,7 @@ def test_KeepResults(answer: Answer, group: WatchedGroup) -> None:
             "what is kept was changed in place by who got it: keep and hand out copies": network(x, weight, again=2),
             "torch.add's keyword `alpha` is lost: call func(*args, **(kwargs or {}))": network(x, weight, alpha=1),
         }
+        switched_on(answer.KeepResults(keep))
         kept, outs = answer.KeepResults(keep), []
         for run, what in enumerate(("first", "second", "third", "fourth")):
             with Counter() as counter, kept:
@@ -230,6 +231,15 @@ def test_KeepResults(answer: Answer, group: WatchedGroup) -> None:
         out = network(x.clone().requires_grad_(), weight)
     del out
     before.judge(3 * 36, "the first run", "three products of 36 bytes may stay: detach what is kept")
+
+
+def switched_on(mode: Any) -> None:
+    """Raise Wrong unless `with` makes torch ask it."""
+    mode.__enter__()
+    on = _get_current_dispatch_mode() is mode
+    if on:
+        mode.__exit__(None, None, None)
+    require(on, "no operation is seen inside `with`: call TorchDispatchMode's own __enter__, which switches it on")
 
 
 def keepable(op: Any) -> bool:

@@ -67,6 +67,9 @@ def judge_top_k(values: Any, indices: Any, error: Tensor, grad: Tensor, before: 
     chosen = largest(whole.abs(), k)
     known = {
         "the largest of grad alone: what earlier steps did not send is forgotten": largest(grad.float().abs(), k),
+        "all that reach the k-th largest, of which the first k: a larger one behind them is lost": (
+            (whole.abs() >= whole[chosen].abs().min()).nonzero().flatten()[:k]
+        ),
         "the largest, not the largest in magnitude": largest(whole, k),
         "compared after they were rounded to 16 bits: grad + error is fp32": largest(whole.to(grad.dtype).abs(), k),
         "the first of them in order of size, not ascending": whole.abs().argsort(descending=True, stable=True)[:k],
@@ -92,7 +95,8 @@ def judge_top_k(values: Any, indices: Any, error: Tensor, grad: Tensor, before: 
     zeroed = whole.index_fill(0, chosen, 0)
     wrong = {
         "it is as before: what was not sent must be added to it, in place": before,
-        "zero where something was sent: but what was sent was rounded to 16 bits, and the rest is lost": zeroed,
+        "zero where something was sent: but what was sent (or the sum before it) was rounded to 16 bits, and the rest "
+        "is lost": zeroed,
         "without what was there before: it must not forget": grad.float().index_fill(0, chosen, 0),
         "all of grad + error: what was sent is sent once more": whole,
     }

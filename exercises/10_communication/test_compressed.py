@@ -49,7 +49,9 @@ def test_sparse_mean(answer: Answer, group: WatchedGroup) -> None:
         for v, i in every:
             last[i.long()] = v.float()
         known = {
-            "of several ranks' values for one element only one counts: they must be added": last / group.size,
+            "of several ranks' values for one element only one counts: they must be added, and out[i] += does not": (
+                last / group.size
+            ),
             "divided by the ranks that sent an element: the others have 0 there": total / holders.clamp(min=1),
             "this rank's alone": each[group.rank],
             "divided before it is sent, which rounds in bf16: divide the sum, in fp32": torch.stack(

@@ -131,8 +131,14 @@ def judge_messages(group: WatchedGroup, n: int, itemsize: int) -> None:
     if [to for to, _ in found] != [to for to, _ in expected]:
         ring = {to for to, _ in found} == {f"to {(group.rank + 1) % group.size}"}
         far = [to for to, _ in found[: len(out)]] == [to for to, _ in out[::-1]]
-        said = "a ring: the partner is rank XOR 2^i" if ring else "the farthest rank comes first, with the most bytes"
-        raise Wrong(f"wrong partners: {said if ring or far else 'in round i it is rank XOR 2^i'}", *details)
+        said = "in round i it is rank XOR 2^i"
+        if ring:
+            said = "a ring: the partner is rank XOR 2^i"
+        elif far:
+            said = "the farthest rank comes first, with the most bytes"
+        elif [to for to, _ in found] == 2 * [to for to, _ in out]:
+            said = "the way back begins with the first round again, where it should begin with the last"
+        raise Wrong(f"wrong partners: {said}", *details)
     wide = all(b in (right, right * 4 // itemsize) for (_, b), (_, right) in zip(found, expected, strict=True))
     require(not wide or itemsize == 4, "fp32 travels where x has another dtype: 4 bytes an element", *details)
     said = "the first half is the larger one; the rank whose bit i is 0 keeps it, and sends the second"
@@ -213,4 +219,7 @@ def refuse(layer: object, when: str) -> None:
         layer.backward()  # type: ignore[attr-defined]
     except RuntimeError:
         return
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = type(error).__name__
+        raise Wrong(f"backward {when} raises {kind}: it must raise a RuntimeError", f"  {error}") from None
     raise Wrong(f"backward works {when}: it must raise a RuntimeError")

@@ -43,6 +43,7 @@ def test_enter(answer: Answer, group: WatchedGroup) -> None:
             "the gradient of x",
             known={
                 "this rank's part alone: what the other ranks computed from x is missing": mine + other,
+                "nothing comes back through what enter returns: does its backward return the sum?": other,
                 "x's other use is summed over the ranks too: it is outside what enters here": sum_ + group.size * other,
                 "the mean over the ranks: they computed parts of one layer, so the parts add": (
                     (sum_ / group.size).to(dtype) + other

@@ -77,7 +77,8 @@ def test_scatter_sum(answer: Answer, group: WatchedGroup) -> None:
         fresh, xs = group.fresh(), of_ranks(group, B, T, C, seed=3, dtype=dtype)
         whole = numbers(B, T, C, seed=4, dtype=dtype)
         grads = list(whole.chunk(group.size, 1))
-        x, grad, summed = xs[group.rank].mT.contiguous().mT.requires_grad_(), grads[group.rank].clone(), total(xs)
+        x, grad = (t.mT.contiguous().mT for t in (xs[group.rank], grads[group.rank]))  # neither is contiguous
+        x, summed = x.requires_grad_(), total(xs)
         with untouched(x=x):
             y = attached(answer.scatter_sum(x, fresh), "this rank's tokens of the sum")
         known = {

@@ -206,6 +206,9 @@ def losses(whole: Tensor, targets: Tensor, counts: Tensor, group: WatchedGroup) 
         "rows are counted in 16 bits, which know whole numbers up to 256 only": rows.sum() / counts.sum().bfloat16(),
         "the sum over the rows, not their mean": rows.sum(),
         "ignore_index is not looked at: it may be another than -100": F.cross_entropy(z, targets),
+        "rows that do not count are counted: an ignored target is none, and the mean is over the others": (
+            rows + z.logsumexp(1) * ~counts
+        ).mean(),
         "rows that do not count are counted": F.cross_entropy(z, targets.where(counts, 0)),
         "a softmax over this rank's logits alone": (
             (z[:, first:stop].logsumexp(1) - z.gather(1, targets.where(counts, 0)[:, None]).squeeze(1)) * counts

@@ -213,10 +213,10 @@ def test_positions(answer: Answer, group: WatchedGroup) -> None:
             "places of padding are counted: a token that goes nowhere takes none": padded(experts, number, capacity),
         }
         equal(found, by_choice, "the places", known={s: t for s, t in known.items() if not torch.equal(t, by_choice)})
-        room = max(experts.numel() * number, 64)
+        room = max(experts.numel() * (number + 1), 64)  # a column more for padding: one_hot(experts + 1)
         require(
             largest.numel <= room,
-            f"something of {largest.numel:,} elements is made, k T x E are {room:,}: no one-hot matrix of places",
+            f"something of {largest.numel:,} elements is made, k T x (E + 1) are {room:,}: no one-hot matrix of places",
         )
     judge_many(answer)
 

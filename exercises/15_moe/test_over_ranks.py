@@ -48,6 +48,8 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
         less = (total.sum() - 4 * total).sign().float()
         votes = torch.stack([(sum(each) - 4 * torch.tensor(each)).sign() for each in counts]).sum(0)
         known = {
+            "fp32 cannot tell the counts apart: compare whole numbers": start
+            + 0.125 * (total.float().mean() - total.float()).sign(),
             "by this rank's tokens alone: the ranks' biases drift apart": start + 0.125 * local.sign().float(),
             "each rank compares and has a vote, however few its tokens: add up the counts, then compare": (
                 start + 0.125 * votes.sign()
@@ -67,8 +69,6 @@ def test_rebalance(answer: Answer, group: WatchedGroup) -> None:
             ),
             "one that has the mean is moved too": start + 0.125 * torch.where(less == 0, 1.0, less),
             "one that has the mean is moved too.": start + 0.125 * torch.where(less == 0, -1.0, less),
-            "fp32 cannot tell the counts apart: compare whole numbers": start
-            + 0.125 * (total.float().mean() - total.float()).sign(),
         }
         expected = start + 0.125 * less
         equal(bias, expected, "the bias", known={s: t for s, t in known.items() if not torch.equal(t, expected)})
@@ -240,7 +240,9 @@ def test_average_gradients(answer: Answer, group: WatchedGroup) -> None:
                     known["summed, and not divided by the number of ranks"] = total
                 if grad is not None:
                     for own_part, done in ((grad, "as it was"), (grad / n, "divided")):
-                        known[f"this rank's own, {done}: what a copy of it became must be put into p.grad"] = own_part
+                        known[
+                            f"this rank's own, {done}: it is not reduced, or what a copy became is not put into p.grad"
+                        ] = own_part
                 expected = (total / n).to(p.dtype)
                 different = {s: t.to(p.dtype) for s, t in known.items() if not torch.equal(t.to(p.dtype), expected)}
                 name = f"the gradient of {what} parameter {i}"

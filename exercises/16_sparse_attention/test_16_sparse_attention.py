@@ -207,7 +207,8 @@ class Rounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize < 8 and x.numel():
+            held = isinstance(x, Tensor) and x.layout == torch.strided and x.numel()  # none that is sparse
+            if held and x.is_floating_point() and x.itemsize < 8:
                 self.largest = max(self.largest, float(x.max()))
         return result
 

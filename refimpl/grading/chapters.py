@@ -120,7 +120,7 @@ def unwritten(path: Path, task: str) -> list[str]:
         tree = parsed(source)
     except (SyntaxError, ValueError, OSError):
         return []
-    for definition in definitions(tree):
+    for definition in reversed(definitions(tree)):  # of two with one name Python has the last
         if definition.name == task:
             left = [f.name for f in bodies(definition, source) if is_stub(f)]
             return left if isinstance(definition, ast.FunctionDef) else [f"{task}.{name}" for name in left]

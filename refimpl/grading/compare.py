@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from refimpl.comm.work import Work
+
 SHOWN = 6  # values shown around the first difference
+WORK = "a collective fills the tensor that it is given, and returns what one may wait for"
 
 
 class Wrong(Exception):
@@ -48,9 +51,7 @@ def equal(
     should be another number, or one is taken for the other). known: results of well-known mistakes, each under
     the sentence that explains it.
     """
-    if not isinstance(found, Tensor):
-        hint = "is there a `return`?" if found is None else "a tensor is expected"
-        raise Wrong(f"{what} is {_a(found)}: {hint}")
+    a_tensor(found, what)
     for kind, is_, should in (
         ("shape", tuple(found.shape), tuple(expected.shape)),
         ("dtype", found.dtype, expected.dtype),
@@ -61,6 +62,14 @@ def equal(
     reason = recognise(found, expected, ranks, known or {}, rtol, atol, parts)
     reason = reason or f"wrong values: {pattern(found, expected, rtol, atol)}"
     raise Wrong(f"{what}: {reason}", *difference(found, expected, rtol, atol))
+
+
+def a_tensor(found: Any, what: str) -> None:
+    """Raise Wrong unless `found` is one."""
+    if isinstance(found, Tensor):
+        return
+    hint = "is there a `return`?" if found is None else "a tensor is expected"
+    raise Wrong(f"{what} is {_a(found)}: {WORK if isinstance(found, Work) else hint}")
 
 
 def rounded_once(found: Tensor, exact: Tensor, what: str, advice: str, atol: float = 0.0) -> None:
@@ -97,7 +106,7 @@ def recognise(
             return sentence
     f, e = found.detach().double(), expected.detach().double()
     if not f.isfinite().all() and e.isfinite().all():
-        return "it holds NaN or Inf: memory that was never written (or not yet: wait() first), or an overflow"
+        return "it holds NaN or Inf: memory that was never written (or not yet: wait() first), an overflow, or 0 / 0"
     guesses = {}
     if ranks > 1:
         guesses[f"exactly {ranks}x the expected: summed over the ranks, not averaged"] = e * ranks
@@ -117,7 +126,7 @@ def pattern(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1
         return f"{f.item():.6g}, expected {e.item():.6g}"
     if torch.allclose(f.sort().values, e.sort().values, rtol, atol):
         return "the right numbers in another order"
-    for kind, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
+    for kind, bits in ((torch.bfloat16, 8), (torch.float16, 11)) if found.is_floating_point() else ():
         if torch.equal(f, f.to(kind).double()) and not torch.equal(e, e.to(kind).double()):
             return f"none has more than the {bits} bits of {str(kind)[6:]}: are they rounded on the way?"
     by = (f / e)[e != 0]

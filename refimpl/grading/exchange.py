@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from refimpl.grading.compare import require
+from refimpl.grading.compare import a_tensor, require
 from refimpl.grading.traffic import WatchedGroup, same_traffic
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -26,9 +26,9 @@ def total(parts: list[Tensor]) -> Tensor:
 
 def attached(x: object, what: str) -> Tensor:
     """Raise Wrong unless x is a tensor whose backward goes somewhere."""
-    require(isinstance(x, Tensor), f"{what} is a {type(x).__name__}, expected a tensor: is there a `return`?")
+    a_tensor(x, what)
     assert isinstance(x, Tensor)
-    require(x.requires_grad, f"{what} has no gradient to pass on: nothing was recorded, is there a Function's apply?")
+    require(x.requires_grad, f"{what} has no gradient to pass on: is it detached, or a Function without apply?")
     return x
 
 

@@ -20,7 +20,7 @@ from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.grading.calls import Calls
 from refimpl.grading.chapters import import_file
-from refimpl.grading.compare import Todo, Wrong, WrongFile
+from refimpl.grading.compare import WORK, Todo, Wrong, WrongFile
 from refimpl.grading.kernels import interpret
 from refimpl.grading.process import Process
 from refimpl.grading.traffic import WatchedGroup
@@ -112,12 +112,24 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
     if not own:
         hint = ": is there a `return`, or a `yield`?" if "NoneType" in text else ""
         return Wrong(f"the grader cannot use what {task} gave it{hint}", f"  {name}: {brief}", *_tail(error))
-    advice = []
-    if isinstance(error, NameError) and error.name:
-        advice = [f"Nothing is called `{error.name}` there: is it misspelt, or is its import missing?"]
+    advice = _advice(error, own[-1].line or "")
     if not _inside(own):
         return WrongFile(f"{path.name} cannot be imported: {name}: {brief}".rstrip(": "), *lines, *advice)
     return Wrong(f"{task} raised {name}: {brief}".rstrip(": "), *lines, *advice, *left)
+
+
+def _advice(error: BaseException, line: str) -> list[str]:
+    """What to do about a name that is none, or about a group taken for one of torch.distributed."""
+    if isinstance(error, NameError) and error.name:
+        return [f"Nothing is called `{error.name}` there: is it misspelt, or is its import missing?"]
+    text = str(error)
+    if "'Work'" in text:
+        return [f"{WORK[0].upper()}{WORK[1:]}."]
+    if re.search(r"\.(rank|size)\(\)", line) and "'int' object is not callable" in text:
+        return ["group.rank and group.size are numbers, without ()."]
+    if "'WatchedGroup' object has no attribute" in text:
+        return ["`group` has `rank`, `size`, and the calls that the head of this file lists."]
+    return []
 
 
 def not_python(error: SyntaxError, path: Path) -> WrongFile:

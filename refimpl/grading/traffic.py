@@ -42,6 +42,7 @@ class WatchedGroup(Group):
         self.late = WeakSet[Late]()
 
     def _run(self, op: str, sent: int, tag: str, async_op: bool, steps: Steps, *holds: Tensor) -> Work:
+        tag = _own_half(op, tag)
         if self.told:
             launch.report(Called(_words(op, tag, sent)))
         if not self.moves:
@@ -72,7 +73,7 @@ class WatchedGroup(Group):
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         alone = "send_recv fills the memory that it sends, of which not all may have left: receive into another buffer"
         require(not _overlap(x, out), alone)
-        return super().send_recv(x, to, out, source, async_op=async_op, tag=f"to {to}")
+        return super().send_recv(x, to, out, source, async_op=async_op, tag=f"to {to} from {source}")
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False, tag: str = "") -> Work:
         begin = partial(super().all_reduce, op=op, tag=tag)
@@ -133,7 +134,9 @@ def same_traffic(
     elif mine != theirs:
         headline = f"{what} sends {mine:,} bytes from this rank, expected {theirs:,}" + _times(mine, theirs)
     else:
-        headline = f"{what} sends the right bytes in {len(starts(found))} calls, not {len(starts(expected))}"
+        calls_made, wanted = len(starts(found)), len(starts(expected))
+        how = f"in {calls_made} calls, not {wanted}" if calls_made != wanted else "by other collectives than expected"
+        headline = f"{what} sends the right bytes {how}"
     raise Wrong(headline, *side_by_side(group.transcript(), oracle.transcript()))
 
 
@@ -238,9 +241,15 @@ def _line(e: Event) -> str:
     return _words(e.op, e.tag, e.sent_bytes)
 
 
+def _own_half(op: str, tag: str) -> str:
+    """Of send_recv's "to 1 from 3" what its send, or its recv, is about."""
+    to, also, source = tag.partition(" from ")
+    return tag if not also else to if op == "send" else f"from {source}"
+
+
 def _words(op: str, tag: str, sent: int) -> str:
     if op == "recv":
-        return f"recv {tag}"
+        return f"recv from {tag.partition(' from ')[2] or tag.removeprefix('from ')}"
     return f"{op}{' ' + tag if op == 'send' else ''}, {sent:,} bytes"
 
 

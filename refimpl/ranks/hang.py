@@ -73,7 +73,10 @@ def where(dump: str) -> str:
     ours = [frame for frame in stack if not frame.in_library]  # ours and the reader's
     place = next((frame for frame in ours if not frame.file.startswith(REFIMPL)), ours[0] if ours else None)
     collective = _collective(stack)
-    source = linecache.getline(place.file, place.line).strip() if place else ""
+    source = ""
+    if place:
+        linecache.checkcache(place.file)  # which may have been edited since another hang was told
+        source = linecache.getline(place.file, place.line).strip()
     if not collective and place is stack[0] and ".wait(" in source:  # torch's own Work.wait is C++: it leaves no frame
         collective = "wait"
     # Over a slow link, for this thread or for the one that it waits for: it will arrive.

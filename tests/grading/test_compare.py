@@ -51,6 +51,8 @@ def test_what_no_known_mistake_explains_is_described() -> None:
     exact = torch.tensor([1.0, 1.001, 1 / 3])
     with pytest.raises(Wrong, match="none has more than the 8 bits of bfloat16: are they rounded on the way"):
         equal(exact.bfloat16().float(), exact, "y")
+    with pytest.raises(Wrong, match="y: wrong values: all 3 of them"):  # small whole numbers are no sign of bf16
+        equal(torch.tensor([4, 7, 9]), torch.tensor([300, 257, 301]), "y")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

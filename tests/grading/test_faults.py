@@ -27,6 +27,22 @@ FAULTS = {
     "unknown name": ("return numpy.array(x)", ["NameError", "`numpy`", "import missing", "exercise.py:5 in double"]),
     "unknown module": ("import nunpy", ["No module named 'nunpy'", "exercise.py:5"]),
     "exception": ("return x[7]", ["double raised IndexError", "exercise.py:5 in double", "return x[7]"]),
+    "what a collective returns": (
+        "return group.all_reduce(x)",
+        ["the result is a Work: a collective fills the tensor that it is given"],
+    ),
+    "and goes on with it": (
+        "return 2 + group.all_reduce(x)",
+        ["double raised TypeError", "A collective fills the tensor that it is given"],
+    ),
+    "torch.distributed's methods": (
+        "return x * group.size()",
+        ["group.rank and group.size are numbers, without ()"],
+    ),
+    "no such thing of the group": (
+        "return x * group.world_size",
+        ["`group` has `rank`, `size`, and the calls that the head of this file lists"],
+    ),
     "no return": ("x * 2", ["the result is None: is there a `return`?"]),
     "wrong shape": ("return torch.cat([x, x])", ["has shape (4,), expected (2,)"]),
     "wrong dtype": ("return x.double() * 2", ["torch.float64, expected torch.float32"]),
@@ -45,6 +61,10 @@ FAULTS = {
     "different collectives": (
         "y = x.clone()\nif group.rank:\n    group.recv(y, 0)\nelse:\n    group.all_reduce(y)\nreturn y",
         ["double", "rank 0                    rank 1", "recv from 0"],
+    ),
+    "a ring of which one rank stays away": (
+        "y = torch.empty_like(x)\nif group.rank:\n    group.send_recv(x, 0, y, 0)\nreturn x * 2",
+        ["some ranks have finished", "send to 0, 8 bytes", "recv from 0"],
     ),
     "nobody sends": (
         "group.recv(x, 1 - group.rank)\nreturn x",

@@ -71,6 +71,35 @@ def dropout_kernel(x_ptr, out_ptr, n, p, seed, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + i, (i < n) & keep, 0.0).to(tl.float32)
     tl.store(out_ptr + i, x * (1.0 / (1.0 - p)), i < n)
 ''',
+    ("10", "bus_bandwidth"): '''"""The two numbers as a list."""
+
+
+def bus_bandwidth(op, nbytes, ranks, seconds):
+    share = (ranks - 1) / ranks
+    factors = {"all_reduce": 2 * share, "broadcast": 1, "send": 1}
+    factors |= dict.fromkeys(["reduce_scatter", "all_gather", "all_to_all"], share)
+    if op not in factors:
+        raise ValueError(op)
+    rate = nbytes / seconds * (ranks if op == "all_gather" else 1)
+    return [rate, rate * factors[op]]
+''',
+    ("15", "positions"): '''"""Padding has a column of its own, for one_hot takes no -1."""
+
+import torch.nn.functional as F
+
+
+def positions(experts, number, capacity):
+    flat = experts.T.flatten()
+    before = (F.one_hot(flat + 1, number + 1).cumsum(0) - 1).gather(1, flat[:, None] + 1)[:, 0]
+    return before.masked_fill((before >= capacity) | (flat < 0), -1).view(experts.T.shape).T
+''',
+    ("16", "block_lists"): '''"""torch's sparse rows are such lists."""
+
+
+def block_lists(layout):
+    rows = layout.flatten(0, 1).float().to_sparse_csr()
+    return rows.crow_indices(), rows.col_indices()
+''',
     ("16", "sparse_backward"): '''"""Block by block, and the row sums by an einsum, which counts as a product."""
 
 import torch

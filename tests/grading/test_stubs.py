@@ -104,6 +104,13 @@ def test_tasks_hints_and_what_is_left_to_do(chapter: Chapter) -> None:
     assert unwritten(chapter.solution, "Counter") == []
 
 
+def test_an_answer_below_its_stub_is_the_answer(chapter: Chapter) -> None:
+    write(chapter)
+    below = chapter.exercise.read_text() + "\n\ndef add(x, y):\n    return y + x\n"
+    chapter.exercise.write_text(below)
+    assert unwritten(chapter.exercise, "add") == []
+
+
 def test_written_work_is_kept_unless_forced(chapter: Chapter) -> None:
     assert "written" in write(chapter)
     assert not touched(chapter)

@@ -51,6 +51,14 @@ def test_a_loop_that_turns_has_no_line(tmp_path: Path):
     assert hang.where(turning) == f"computes in step of {script}"
 
 
+def test_a_line_is_as_the_file_has_it_now(tmp_path: Path):
+    """A learner's file is graded again and again by one process."""
+    script = tmp_path / "train.py"
+    for line in ("group.all_reduce(x)", "group.all_reduce(x.contiguous())"):
+        script.write_text(f"{line}\n")
+        assert hang.where(dump(f"{GROUP}:6 all_reduce", f"{script}:1 step")).endswith(f"{script}:1: {line}")
+
+
 def test_torchs_own_wait_leaves_no_frame_but_its_line_tells(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("work.wait()\n")

@@ -1,7 +1,7 @@
 """A gradient that is not contiguous is copied, the copy is summed, and the gradient itself divided.
 
 task: average_gradients
-says: this rank's own, divided: what a copy of it became must be put into p.grad
+says: this rank's own, divided: it is not reduced, or what a copy became is not put into p.grad
 """
 
 import torch
