@@ -1,5 +1,6 @@
 """A wait that takes long asks around; one that ends in time, or fails, does not."""
 
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from refimpl.comm.behind import Behind
-from refimpl.comm.patience import Patience
+from refimpl.comm.patience import BRIEF, SHORT, Patience
 from refimpl.comm.throttled import Crossing
 
 
@@ -102,6 +103,15 @@ def test_a_device_is_polled_until_it_is_done() -> None:
     patience.ask.append(asked.append)
     patience.poll(lambda: len(asked) == 3)
     assert len(asked) == 3
+
+
+def test_who_polls_a_device_leaves_pythons_lock_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's `query` of a GPU's event keeps it: an update beside the next step would crawl."""
+    looks, slept = iter([False, False, True]), list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    Patience().poll(lambda: next(looks))
+    assert len(slept) == 2
+    assert all(BRIEF <= seconds <= SHORT for seconds in slept)
 
 
 def test_after_ranks_have_parted_nothing_begins_and_nothing_is_awaited() -> None:
