@@ -175,6 +175,7 @@ class ControlLine:
 
     NCCL would send them through the GPU, behind whatever is queued there, with the host waiting; and it does not answer
     once one of its collectives hangs. A rank may come later to a barrier, after a long save, than NCCL waits for data.
+    There is one for each of torch's groups, whoever uses that: a `Group` may be made anew for every call of a layer.
     """
 
     def __init__(self, handle: dist.ProcessGroup, backend: str) -> None:
@@ -184,6 +185,9 @@ class ControlLine:
     def handle(self) -> dist.ProcessGroup:
         """The first time a collective of the group."""
         if self._name is None:
-            ranks, least = dist.get_process_group_ranks(by_name(self._group)), distributed_c10d.default_pg_timeout
-            self._name = _of_members(ranks, "gloo", least=least).group_name
+            ranks = dist.get_process_group_ranks(by_name(self._group))
+            description = f"{OURS}, control of {self._group}"
+            found = _described(description, ranks)
+            found = found or _of_members(ranks, "gloo", description, distributed_c10d.default_pg_timeout)
+            self._name = found.group_name
         return by_name(self._name)

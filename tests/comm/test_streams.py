@@ -239,6 +239,7 @@ def test_objects_and_barriers_of_nccl_go_over_a_gloo_group_of_the_same_ranks(ran
         dist.all_gather_object(objects, dist.get_rank(), group=line.handle)
         dist.barrier(line.handle)
         first = line.handle.group_name
+        assert ControlLine(dist.group.WORLD, "nccl").handle.group_name == first, "one for all who use the group"
         return first != own.handle.group_name, line.handle.group_name == first, dist.get_backend(line.handle), objects
 
     assert run(check, ranks=ranks) == [(True, True, "gloo", list(range(ranks)))] * ranks
@@ -253,7 +254,8 @@ def test_a_group_that_is_made_later_waits_as_long_as_the_job_says() -> None:
         found = []
         for said in (timedelta(minutes=10), timedelta(hours=5)):
             distributed_c10d._set_pg_timeout(said, world)
-            made = anew([[0, 1]]), anew([[dist.get_rank()]]), ControlLine(world, "nccl").handle
+            job = anew([[0, 1]])
+            made = job, anew([[dist.get_rank()]]), ControlLine(job, "nccl").handle
             found += [group._get_backend(torch.device("cpu")).options._timeout for group in made]
         return found
 
