@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 SHORT = 0.001  # seconds to sleep where other transfers of its own may go on
 SELDOM = 0.5  # seconds to sleep at most: on a busy machine whoever looks up often keeps others from their work
 BRIEF = 5e-5  # seconds to sleep at least for another thread to get Python's lock
+SPIN = 0.002  # seconds of a device's to look without a pause: what is timed may be as short as a message
 
 
 class Patience:
@@ -74,8 +75,8 @@ class Patience:
     def poll(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`: what the device was given last, all collectives begun so far among it.
 
-        Between two looks other threads (an update one step late, a save) have Python's lock, which torch's `query` of
-        an event keeps; so this is late by a hundredth of what was waited, and by a millisecond at most.
+        After `SPIN` other threads (an update one step late, a save) have Python's lock between two looks, which torch's
+        `query` of an event keeps; so this is late by a hundredth of what was waited, and by a millisecond at most.
         """
         began = time.monotonic()
         due = began + self.stall
@@ -84,7 +85,8 @@ class Patience:
             if now > due:
                 self._ask(self.begun)
                 due = time.monotonic() + self.again
-            time.sleep(min(max(BRIEF, 0.01 * (now - began)), SHORT))
+            if now - began > SPIN:
+                time.sleep(min(max(BRIEF, 0.01 * (now - began)), SHORT))
 
     def hear_all(self, are_heard: Callable[[], bool], tell: Callable[[float], None]) -> None:
         """Return when what the other ranks say by other ways than a collective is there; else `tell` hears so, once."""

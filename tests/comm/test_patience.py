@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from refimpl.comm.behind import Behind
-from refimpl.comm.patience import BRIEF, SHORT, Patience
+from refimpl.comm.patience import Patience
 from refimpl.comm.throttled import Crossing
 
 
@@ -105,13 +105,16 @@ def test_a_device_is_polled_until_it_is_done() -> None:
     assert len(asked) == 3
 
 
-def test_who_polls_a_device_leaves_pythons_lock_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's `query` of a GPU's event keeps it: an update beside the next step would crawl."""
-    looks, slept = iter([False, False, True]), list[float]()
+def test_who_polls_a_device_for_long_leaves_pythons_lock_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's `query` of a GPU's event keeps it: an update beside the next step would crawl.
+
+    At first it looks without a pause, or a message that is timed would take as long as the pause.
+    """
+    clock, looks, slept = iter([0.0, 2e-5, 1.5e-3, 0.003, 0.01, 0.2]), iter([False] * 5 + [True]), list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(time, "sleep", slept.append)
-    Patience().poll(lambda: next(looks))
-    assert len(slept) == 2
-    assert all(BRIEF <= seconds <= SHORT for seconds in slept)
+    Patience(stall=1).poll(lambda: next(looks))
+    assert slept == pytest.approx([5e-5, 1e-4, 1e-3])
 
 
 def test_after_ranks_have_parted_nothing_begins_and_nothing_is_awaited() -> None:
