@@ -76,7 +76,7 @@ class Patience:
         """Return when `is_done()`: what the device was given last, all collectives begun so far among it.
 
         After `SPIN` other threads (an update one step late, a save) have Python's lock between two looks, which torch's
-        `query` of an event keeps; so this is late by a hundredth of what was waited, and by a millisecond at most.
+        `query` of an event keeps; so this is late by a five-hundredth of what was waited, and by a millisecond at most.
         """
         began = time.monotonic()
         due = began + self.stall
@@ -86,7 +86,7 @@ class Patience:
                 self._ask(self.begun)
                 due = time.monotonic() + self.again
             if now - began > SPIN:
-                time.sleep(min(max(BRIEF, 0.01 * (now - began)), SHORT))
+                time.sleep(min(max(BRIEF, 0.002 * (now - began)), SHORT))
 
     def hear_all(self, are_heard: Callable[[], bool], tell: Callable[[float], None]) -> None:
         """Return when what the other ranks say by other ways than a collective is there; else `tell` hears so, once."""
