@@ -50,7 +50,7 @@ def run(
 
     timeout: seconds without a result or a report from any rank until all are stopped; None: wait for ever.
     device: "cpu" (gloo); "cuda" (NCCL if each rank has a GPU of its own, else they share the GPUs and speak gloo);
-    "auto" (a GPU of its own and NCCL for each rank if there are enough, else cpu).
+    "auto" (a GPU of its own and NCCL for each rank if there are enough, else cpu, and cpu where REFIMPL_DEVICE=cpu).
     threads: CPU threads a rank computes with. on_report(rank, obj) is called here for each `report(obj)` in a rank.
     What the ranks print appears on this process's stdout and stderr. No rank outlives the call.
 

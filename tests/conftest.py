@@ -18,7 +18,7 @@ from refimpl import launch
 from refimpl.ranks.server import PRELOAD
 
 if torch.cuda.is_available():
-    os.environ.setdefault("REFIMPL_DEVICE", "cpu")  # of an engine that is alone in this process; ranks set their own
+    os.environ.setdefault("REFIMPL_DEVICE", "cpu")  # engines alone here, and ranks of which no test says where
 gc.disable()  # until all is collected: imports leave next to no garbage
 torch.set_num_threads(1)  # as in the ranks: a matmul split over threads may add in another order
 # What most ranks here would import, each by itself.

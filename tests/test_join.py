@@ -183,9 +183,13 @@ def test_a_process_that_is_alone_has_its_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("REFIMPL_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert connect().device == torch.device("cpu")
+    assert current == []
     monkeypatch.delenv("REFIMPL_DEVICE")
     assert connect().device == torch.device("cuda:1")
+    assert current == [torch.device("cuda:1")], 'what a script makes on "cuda" is there'
 
 
 def test_a_forgotten_join_is_an_error_on_every_rank() -> None:

@@ -32,6 +32,7 @@ from refimpl.comm.group import Group
 from refimpl.comm.link import Link
 from refimpl.ranks import stand
 from refimpl.ranks.errors import failed
+from refimpl.ranks.meet import devices_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -621,3 +622,14 @@ def test_a_script_adopts_torchruns_ranks(tmp_path: Path):
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert [(tmp_path / rank).read_text()[:6] for rank in "01"] == ["3 of 2"] * 2
+
+
+def test_auto_is_the_cpu_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a notebook, whose cells make their tensors there, and of these tests."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for said, found in (("cuda:1", "nccl"), ("cpu", "gloo")):
+        monkeypatch.setenv("REFIMPL_DEVICE", said)
+        assert devices_of(2, "auto")[0] == found
+        assert devices_of(2, "cuda") == ("nccl", ["cuda:0", "cuda:1"])
+    monkeypatch.delenv("REFIMPL_DEVICE")
+    assert devices_of(4, "auto") == ("nccl", [f"cuda:{rank}" for rank in range(4)])

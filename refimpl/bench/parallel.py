@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean, median
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -42,6 +41,7 @@ from refimpl.bench.publish import cores
 from refimpl.bench.race import Times, Turns, both_worlds, race, slowest
 from refimpl.bench.zero import Lap, check_same_work, recorded
 from refimpl.comm.group import Group
+from refimpl.measure.clock import now
 from refimpl.model.gpt import GPT, Block, GPTConfig
 from refimpl.parallel.context.layout import Layout
 from refimpl.parallel.pipeline import clock
@@ -180,9 +180,9 @@ def alone(runner: Pipeline, inputs: Tensor, targets: Tensor, operations: dict[Ki
                 if value.stage != op.stage and table.receiver(value) == rank:
                     came = parts[op.micro].detach().requires_grad_() if value.way == "forward" else grad
                     program.here[value] = came
-            begun = perf_counter()
+            begun = now(inputs.device)
             program.do(op)
-            operations.setdefault((op.kind, op.stage), []).append(perf_counter() - begun)
+            operations.setdefault((op.kind, op.stage), []).append(now(inputs.device) - begun)
             if op.gives and table.receiver(op.gives) is not None:
                 program.here.pop(op.gives)
         optimizer.step()

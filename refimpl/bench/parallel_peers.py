@@ -6,7 +6,7 @@
     context     torch.distributed.tensor.experimental: the ring of context_parallel, over the same zigzag of tokens
 
 context_parallel itself does not run on CPUs: its dispatcher knows the attention kernels of GPUs alone. Its ring does,
-around the CPU's kernel, which is how it is called here; around both rings are the same model and our DDP.
+around the device's kernel, which is how it is called here; around both rings are the same model and our DDP.
 Each peer gets what makes it fastest here. Its fused q, k, v stay fused, as ours do: the weight's rows are put into the
 order in which cutting it into N equal parts gives every rank whole heads (three layers would send three times).
 Parameters that are DTensors and those that are not are updated by one fused AdamW each, as torch asks.
@@ -167,8 +167,12 @@ class TorchRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: Any) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse, *_ = torchs_rings()._templated_ring_attention(handle, 2, kernel, q, k, v, is_causal=True)
-        ctx.save_for_backward(q, k, v, out, lse)
+        more: dict[str, Any] = {}
+        if q.device.type != "cpu":  # the kernel of GPUs that takes fp32 too
+            kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+            more = {"attn_bias": None, "compute_log_sumexp": True}
+        out, lse, *rest = torchs_rings()._templated_ring_attention(handle, 2, kernel, q, k, v, is_causal=True, **more)
+        ctx.save_for_backward(q, k, v, out, lse, *rest)
         ctx.handle = handle
         result: Tensor = out
         return result
@@ -176,9 +180,14 @@ class TorchRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        q, k, v, out, lse = ctx.saved_tensors
+        grad, more = "grad_out", dict[str, Any]()
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        if q.device.type != "cpu":
+            kernel, grad = torch.ops.aten._scaled_dot_product_efficient_attention_backward, "grad_out_"
+            more = dict(zip(("philox_seed", "philox_offset"), rest, strict=True))
+            more |= {"attn_bias": None, "grad_input_mask": [True, True, True, False]}
         dq, dk, dv, *_ = torchs_rings()._templated_ring_attention_backward(
-            ctx.handle, 2, kernel, grads[0], "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+            ctx.handle, 2, kernel, grads[0], grad, q, k, v, out, lse, is_causal=True, dropout_p=0.0, **more
         )
         return dq, dk, dv, None
 

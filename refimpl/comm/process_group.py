@@ -8,6 +8,7 @@ torch's own table of groups is where it is found, and it goes with the world.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,17 +18,21 @@ from torch.distributed import distributed_c10d
 def device_of(handle: dist.ProcessGroup | None) -> torch.device:
     """Where this rank's tensors live: what started the rank says so, or the device that its group is bound to.
 
-    Of a group that NCCL serves, and that is bound to none, the process's current GPU; where nobody has chosen one, that
-    of the rank's number on its machine.
+    Of a group that NCCL serves, and that is bound to none, see `own_gpu`.
     """
     if "REFIMPL_DEVICE" in os.environ:
         return torch.device(os.environ["REFIMPL_DEVICE"])
     if handle is not None and handle.bound_device_id is not None:
         return handle.bound_device_id
     if handle is not None and "nccl" in dist.get_backend_config(handle) and torch.cuda.is_available():
-        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        return torch.device("cuda", torch.cuda.current_device() or own)
+        return own_gpu()
     return torch.device("cpu")
+
+
+def own_gpu() -> torch.device:
+    """The process's current GPU; where nobody has chosen one, that of the rank's number on its machine."""
+    own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    return torch.device("cuda", torch.cuda.current_device() or own)
 
 
 def backend_of(handle: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -72,8 +77,19 @@ def anew(rows: Sequence[Sequence[int]], description: str | None = None) -> dist.
     mine = _own(rows)
     if sum(map(len, rows)) < dist.get_world_size():
         return _of_members(mine, None, description)
-    made: list[dist.ProcessGroup] = [dist.new_group(list(row), group_desc=description) for row in rows]
+    made: list[dist.ProcessGroup] = [dist.new_group(list(row), timeout=limit(), group_desc=description) for row in rows]
     return made[list(rows).index(mine)]
+
+
+def limit(least: timedelta = timedelta()) -> timedelta | None:
+    """How long a collective may take: as for the job's own group, but `least` at least. None: torch's default.
+
+    torch itself would give a group that is made later its default.
+    """
+    job = dist.group.WORLD
+    assert job is not None
+    options = getattr(job._get_backend(job._device_types[0]), "options", None)
+    return None if options is None else max(options._timeout, least)  # None: ranks that are only played
 
 
 def beside(handle: dist.ProcessGroup, meet: Callable[[], None]) -> dist.ProcessGroup:
@@ -89,11 +105,16 @@ def beside(handle: dist.ProcessGroup, meet: Callable[[], None]) -> dist.ProcessG
     return found
 
 
-def _of_members(ranks: Sequence[int], backend: str | None, description: str | None = None) -> dist.ProcessGroup:
-    """A group that is its own ranks' business: a collective of these alone, whatever groups the others are in."""
+def _of_members(
+    ranks: Sequence[int], backend: str | None, description: str | None = None, least: timedelta = timedelta()
+) -> dist.ProcessGroup:
+    """A group that is its own ranks' business: a collective of these alone, whatever groups the others are in.
+
+    `least`: see `limit`.
+    """
     with _named(ranks), _not_split():
         made: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend=backend, use_local_synchronization=True, group_desc=description
+            list(ranks), limit(least), backend, use_local_synchronization=True, group_desc=description
         )
     return made
 
@@ -153,7 +174,8 @@ class ControlLine:
     """What carries a group's objects and barriers: on NCCL a gloo group of the same ranks, made by the first call.
 
     NCCL would send them through the GPU, behind whatever is queued there, with the host waiting; and it does not answer
-    once one of its collectives hangs.
+    once one of its collectives hangs. A rank may come later to a barrier, after a long save, than NCCL waits for data.
+    There is one for each of torch's groups, whoever uses that: a `Group` may be made anew for every call of a layer.
     """
 
     def __init__(self, handle: dist.ProcessGroup, backend: str) -> None:
@@ -163,5 +185,9 @@ class ControlLine:
     def handle(self) -> dist.ProcessGroup:
         """The first time a collective of the group."""
         if self._name is None:
-            self._name = _of_members(dist.get_process_group_ranks(by_name(self._group)), "gloo").group_name
+            ranks = dist.get_process_group_ranks(by_name(self._group))
+            description = f"{OURS}, control of {self._group}"
+            found = _described(description, ranks)
+            found = found or _of_members(ranks, "gloo", description, distributed_c10d.default_pg_timeout)
+            self._name = found.group_name
         return by_name(self._name)

@@ -200,6 +200,7 @@ def _together(
             if peer >= 0:
                 if not ahead:  # the first waits for who left the barrier last
                     group.send_recv(message, peer, out, peer, tag="topology")
+                    group.settle()
                     begun = time.perf_counter()
                 row = [group.send_recv(message, peer, out, peer, async_op=ahead, tag="topology") for _ in range(ROW)]
                 for work in row:

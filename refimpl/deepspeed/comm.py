@@ -138,10 +138,7 @@ def init_distributed(
         environment.expect_alone()
         rank, world_size, init_method = 0, 1, f"file://{Path(tempfile.gettempdir(), f'alone-{uuid4().hex}')}"
     place = (rank, world_size) if rank >= 0 else (None, None)
-    device = "cpu" if os.environ.get("REFIMPL_DEVICE") == "cpu" else "auto"
-    launch.join(
-        device, timeout=timeout, init_method=init_method, backend=dist_backend, rank=place[0], world_size=place[1]
-    )
+    launch.join(timeout=timeout, init_method=init_method, backend=dist_backend, rank=place[0], world_size=place[1])
 
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:

@@ -123,6 +123,8 @@ def of_keys(asked: Mapping[str, int], world: Group) -> Axes:
 def connect(dist_init_required: bool | None = None) -> Group:
     """All ranks of this job: those of `launch.run`, those of torchrun, or this process alone, on its GPU if it has one.
 
+    That GPU is the process's current one then, as in DeepSpeed, also where a script has made the process group and left
+    that out: else what it makes on "cuda" would be on the first GPU, on every rank.
     `dist_init_required` is DeepSpeed's: None and True join a launcher's ranks when they are not joined yet; False
     insists that torch.distributed is initialised already, RuntimeError if it is not.
     """
@@ -133,4 +135,7 @@ def connect(dist_init_required: bool | None = None) -> Group:
             launch.join()
         elif torch.cuda.is_available():
             os.environ.setdefault("REFIMPL_DEVICE", f"cuda:{torch.cuda.current_device()}")
-    return levels.world()
+    world = levels.world()
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    return world

@@ -1,5 +1,6 @@
 """For notebooks: `%load_ext refimpl.notebook` adds the magics `%%ranks`, `%%task`, `%hint` and the object `ranks`."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,12 @@ if TYPE_CHECKING:
 
 
 def load_ipython_extension(shell: "InteractiveShell") -> None:
-    """What `%load_ext` calls."""
+    """What `%load_ext` calls.
+
+    From then on what this process starts is on the CPU, unless it asks for a GPU or REFIMPL_DEVICE says otherwise:
+    cells make their tensors there, as the course's do, and NCCL would refuse them.
+    """
+    os.environ.setdefault("REFIMPL_DEVICE", "cpu")
     from refimpl.notebook import magic, task
 
     magic.load(shell)

@@ -20,6 +20,7 @@ BOTH = "cpu:gloo,cuda:nccl"  # one group, and for each device's tensors a librar
 def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: datetime.timedelta | None) -> None:
     """Make torch's default process group of all ranks, this one at `place`, and set what torchrun sets."""
     keep_freed_memory()
+    device = wished(device)
     limit = timeout or default_pg_timeout
     store, _, _ = next(rendezvous(meeting, place.rank, place.size, timeout=limit))
     store.set_timeout(limit)
@@ -70,8 +71,14 @@ def has_own_gpu(place: Place, store: Store, local_size: int) -> bool:
     return all(seen) and len(set(seen)) == len(seen)
 
 
+def wished(device: str) -> str:
+    """ "auto" is the CPU where the environment has said so: REFIMPL_DEVICE=cpu."""
+    return "cpu" if device == "auto" and os.environ.get("REFIMPL_DEVICE") == "cpu" else device
+
+
 def devices_of(ranks: int, device: str) -> tuple[str, list[str]]:
     """The backend, and the device of each of the ranks on this machine."""
+    device = wished(device)
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
     gpus = 0 if device == "cpu" else torch.cuda.device_count()

@@ -1,15 +1,36 @@
 """Splitting beside torch's: all contestants of every heat compute the same losses; the rows are what they say."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import worlds
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refimpl.bench import parallel
-from refimpl.bench.parallel import KINDS, OURS, PEER, Run, Workload, bubble, heat, measure, rank_rows
+from refimpl.bench.parallel import (
+    KINDS,
+    OURS,
+    PEER,
+    Kind,
+    Run,
+    Workload,
+    bubble,
+    heat,
+    measure,
+    pipeline_steps,
+    rank_rows,
+)
+from refimpl.bench.parallel_peers import TorchRing
 from refimpl.bench.peers import ALONE
 from refimpl.bench.race import Turns
 from refimpl.bench.zero import check_same_work
+from refimpl.comm.group import Group
 from refimpl.parallel.pipeline.schedules.named import schedule
 
 TINY = Workload(
@@ -33,6 +54,53 @@ def test_ours_and_torchs_reach_the_same_loss(axis: str, kind: str, ranks: int) -
         assert run.losses[OURS][-1] < run.losses[OURS][0], "the weights are updated"
     names = {OURS, PEER} | ({ALONE} if axis == "pipeline" else set())
     assert all(run.times.keys() == names and {len(ms) for ms in run.times.values()} == {2} for run in runs)
+
+
+class Names(TorchDispatchMode):
+    """What is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(op.overloadpacket.__name__)
+        return op(*args, **kwargs or {})
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    """Rank 1 of 2, alone."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_torchs_ring_calls_the_devices_kernel(fake: None) -> None:
+    """On a device that only says what shapes come."""
+    q, k, v = (torch.zeros(1, 4, 64, 16, device="meta", requires_grad=True) for _ in range(3))
+    with Names() as names:
+        out: Tensor = TorchRing.apply(q, k, v, dist.group.WORLD)  # type: ignore[no-untyped-call]
+        out.sum().backward()  # type: ignore[no-untyped-call]
+    kernel = "_scaled_dot_product_efficient_attention"
+    called = [name for name in names.seen if "dot_product" in name]
+    assert called == [kernel] * 2 + [f"{kernel}_backward"] * 2
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+
+
+def test_compute_alone_is_timed_until_the_device_is_done(fake: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def now(device: torch.device) -> float:
+        asked.append(device)
+        return float(len(asked))
+
+    monkeypatch.setattr(parallel, "now", now)
+    operations: dict[Kind, list[float]] = {}
+    pipeline_steps(Group.world(), TINY, "1f1b", operations)[ALONE]()
+    assert operations == {("F", 1): [1.0] * 4, ("B", 1): [1.0] * 4}
+    assert set(asked) == {torch.device("cpu")}
 
 
 def test_compute_alone_does_every_operation_of_the_table() -> None:

@@ -1,5 +1,6 @@
 """A wait that takes long asks around; one that ends in time, or fails, does not."""
 
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,18 @@ def test_a_device_is_polled_until_it_is_done() -> None:
     patience.ask.append(asked.append)
     patience.poll(lambda: len(asked) == 3)
     assert len(asked) == 3
+
+
+def test_who_polls_a_device_for_long_leaves_pythons_lock_to_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's `query` of a GPU's event keeps it: an update beside the next step would crawl.
+
+    At first it looks without a pause, or a message that is timed would take as long as the pause.
+    """
+    clock, looks, slept = iter([0.0, 2e-5, 1.5e-3, 0.003, 0.1, 5.0]), iter([False] * 5 + [True]), list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    Patience(stall=10).poll(lambda: next(looks))
+    assert slept == pytest.approx([5e-5, 2e-4, 1e-3])
 
 
 def test_after_ranks_have_parted_nothing_begins_and_nothing_is_awaited() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from stream_log import COMPUTE, Kernel, Record, Recorder, Wait, Watch, races
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refimpl import launch
 from refimpl.comm.collectives import Scratch
 from refimpl.comm.group import Group
-from refimpl.comm.process_group import ControlLine, backend_of, device_of
+from refimpl.comm.process_group import ControlLine, anew, backend_of, device_of
 from refimpl.comm.streams import CudaStreams, Streams, streams_of, told
 from refimpl.comm.work import Work
 from refimpl.engine.engine import Engine
@@ -237,9 +239,28 @@ def test_objects_and_barriers_of_nccl_go_over_a_gloo_group_of_the_same_ranks(ran
         dist.all_gather_object(objects, dist.get_rank(), group=line.handle)
         dist.barrier(line.handle)
         first = line.handle.group_name
+        assert ControlLine(dist.group.WORLD, "nccl").handle.group_name == first, "one for all who use the group"
         return first != own.handle.group_name, line.handle.group_name == first, dist.get_backend(line.handle), objects
 
     assert run(check, ranks=ranks) == [(True, True, "gloo", list(range(ranks)))] * ranks
+
+
+def test_a_group_that_is_made_later_waits_as_long_as_the_job_says() -> None:
+    """`join(timeout=...)`; barriers and objects beside NCCL, whose limit is 10 minutes, half an hour at least."""
+
+    def check() -> list[timedelta]:
+        world = dist.group.WORLD
+        assert world is not None
+        found = []
+        for said in (timedelta(minutes=10), timedelta(hours=5)):
+            distributed_c10d._set_pg_timeout(said, world)
+            job = anew([[0, 1]])
+            made = job, anew([[dist.get_rank()]]), ControlLine(job, "nccl").handle
+            found += [group._get_backend(torch.device("cpu")).options._timeout for group in made]
+        return found
+
+    short, long, line = timedelta(minutes=10), timedelta(hours=5), timedelta(minutes=30)
+    assert run(check, ranks=2) == [[short, short, line, long, long, long]] * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -1,13 +1,16 @@
 """Who is near is read off the times of the pairs; what is measured is the same on every rank."""
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import worlds
 
 from refimpl.comm.alpha_beta import AlphaBeta
 from refimpl.comm.group import Group
-from refimpl.comm.topology import Topology, measure, neighbourhoods
+from refimpl.comm.topology import ROW, Topology, _together, measure, neighbourhoods
 
 run = functools.partial(worlds.run, device="cpu")
 
@@ -55,6 +58,32 @@ def test_even_times_are_one_node_and_one_slow_pair_is_none() -> None:
     assert neighbourhoods(4, {p: 1.0 + 0.3 * i for i, p in enumerate(every)}) == [[0, 1, 2, 3]]
     assert neighbourhoods(4, {p: 10.0 if p == (0, 3) else 1.0 for p in every}) == [[0, 1, 2, 3]]
     assert neighbourhoods(1, {}) == [[0]]
+
+
+class Story:
+    """Rank 0 of two: what it was told to do, in order."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: object, **options: object) -> SimpleNamespace:
+            self.told.append(name)
+            return SimpleNamespace(wait=lambda: None)
+
+        return call
+
+    def all_gather_object(self, mine: object) -> list[object]:
+        return [mine]
+
+
+def test_a_row_is_timed_from_when_the_device_has_the_message_before_it() -> None:
+    """On a GPU `send_recv` returns at once, and the clock would run while the other rank is still at the barrier."""
+    group = Story()
+    _together(group, {0: 1}, [8], repeats=1)  # type: ignore[arg-type]
+    assert group.told == ["barrier", "send_recv", "settle", *["send_recv"] * ROW, "settle"] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

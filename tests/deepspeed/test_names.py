@@ -22,6 +22,7 @@ from torch import nn
 import refimpl.deepspeed as deepspeed
 from refimpl.comm.group import Group
 from refimpl.deepspeed import beside_accelerate, env_report, git_version_info
+from refimpl.deepspeed.accelerator import abstract_accelerator
 from refimpl.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from refimpl.deepspeed.compression import helper
 from refimpl.deepspeed.launcher import runner
@@ -188,6 +189,18 @@ def test_clipping_of_plain_gradients() -> None:
     assert p.grad.norm().item() == pytest.approx(1, rel=1e-4)
 
 
+def test_where_a_rank_counts_no_gradient_its_norm_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a tensor rank whose every parameter is another's copy: NCCL has no way for a zero at the host."""
+    monkeypatch.setenv("REFIMPL_DEVICE", "meta")
+    sent: list[str] = []
+    monkeypatch.setattr(utils.comm, "all_reduce", lambda norm, *_, **__: sent.append(norm.device.type))
+    mpu = SimpleNamespace(get_model_parallel_rank=lambda: 1, get_model_parallel_group=lambda: None)
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.ones(2)
+    utils.norm_of_plain([p], mpu=mpu)
+    assert sent == ["meta"]
+
+
 def norms_of(norm_type: float, split: bool) -> tuple[float, float]:
     """Runs on every rank: the norm before and after, of a part [rank + 1] and of a parameter that all have."""
     rank, world = Group.world().rank, dist.get_world_size()
@@ -220,6 +233,7 @@ def test_clipping_of_plain_gradients_is_the_same_on_all_ranks(ranks: int, norm_t
 def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     accelerator = deepspeed.get_accelerator()
     assert (5 % accelerator.device_count(), accelerator.device_count()) == (2, 3), "of a CPU each rank has one"
     assert (accelerator.device_name(), accelerator.device_name(0), accelerator._name) == ("cpu", "cpu", "cpu")
@@ -252,6 +266,10 @@ def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
             assert getattr(accelerator, kind)() == (1, size)
             assert getattr(accelerator, kind)(0) == (0, size)
     assert (accelerator.memory_cached(), accelerator.max_memory_cached()) == ((1, 8), (1, 16))
+    for kind in ("current", "default"):
+        monkeypatch.setattr(torch.cuda, f"{kind}_stream", lambda index, kind=kind: (kind, index))
+        stream = getattr(accelerator, f"{kind}_stream")
+        assert (stream(), stream(0)) == ((kind, 1), (kind, 0))
     monkeypatch.setattr(torch.cuda, "get_rng_state", str)
     assert (accelerator.get_rng_state(), accelerator.get_rng_state(0)) == ("cuda:1", "cuda:0")
     seeds: list[int] = []
@@ -262,6 +280,35 @@ def test_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator.manual_seed_all(5)
     assert seeds == [4, 5]
     assert torch.equal(torch.get_rng_state(), before), "the CPU's numbers are not the device's"
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "current", "group", "device"),
+    [
+        (None, 0, None, "cuda:0"),  # one process, and nobody has started it
+        (None, 2, None, "cuda:2"),
+        ("1", 0, None, "cuda:1"),
+        ("5", 0, None, "cuda:1"),  # this process sees four
+        (None, 3, "cuda:nccl", "cuda:3"),  # a script's own, as of mp.spawn
+        (None, 3, "cpu:gloo,cuda:gloo", "cpu"),
+    ],
+)
+def test_the_accelerator_of_who_has_not_joined_is_where_its_engine_will_be(
+    local_rank: str | None, current: int, group: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("REFIMPL_DEVICE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for name, value in {"is_available": True, "device_count": 4, "current_device": current}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    if group is not None:
+        monkeypatch.setattr(dist, "get_backend_config", lambda handle: group)
+        world = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None))
+        monkeypatch.setattr(abstract_accelerator, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
+    accelerator = deepspeed.get_accelerator()
+    assert accelerator.current_device_name() == device
+    assert accelerator.device_name() == device.partition(":")[0]
 
 
 def test_timers_add_up_what_lies_between_start_and_stop(

@@ -90,6 +90,9 @@ def at_the_host() -> None:
         model.scale += group.rank
         stage.take_weights(group, "again")
         assert torch.equal(model.scale, torch.arange(5.0))
+        model.scale += group.rank
+        model(torch.ones(1, 3, device="pretend"))
+        assert torch.equal(model.scale, torch.arange(5.0)), "before each forward of training, too"
 
 
 @together

@@ -1,5 +1,6 @@
 """`%%ranks` in a shell: its options, its labels, its errors."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +15,12 @@ Cell = Callable[[str, str], Any]
 def shell() -> Iterator[InteractiveShell]:
     shell = InteractiveShell()
     shell.colors = "nocolor"
-    shell.extension_manager.load_extension("refimpl.notebook")
-    yield shell
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REFIMPL_DEVICE", "what another test has left")
+        del os.environ["REFIMPL_DEVICE"]
+        shell.extension_manager.load_extension("refimpl.notebook")
+        assert os.environ["REFIMPL_DEVICE"] == "cpu", "cells make their tensors there, whatever GPUs there are"
+        yield shell
     shell.user_ns["ranks"].stop()
     shell.restore_sys_module_state()
     shell.history_manager.end_session()

@@ -30,6 +30,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "exercise.py").write_text(stub(SOLUTION.read_text()))
     monkeypatch.chdir(root)
     monkeypatch.setenv("REFIMPL_DATA", str(tmp_path))
+    monkeypatch.setenv("REFIMPL_DEVICE", "cpu")  # loading the extension would leave it so
     return folder
 
 

@@ -1,6 +1,7 @@
 """The device that this rank computes on, in the words of DeepSpeed's scripts.
 
-There is no backend to choose: the device is the one that `join` gave this rank, and its own CUDA device before that.
+There is no backend to choose: the device is the one that `join` gave this rank, or that its process group is on, and
+its own CUDA device before that.
 On a CPU what only a GPU has (streams, caches) is there and does nothing, memory is the process's resident memory.
 DeepSpeed: accelerator/abstract_accelerator.py, cpu_accelerator.py, cuda_accelerator.py.
 """
@@ -13,11 +14,12 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from refimpl.comm.process_group import device_of, own_gpu
 from refimpl.deepspeed.absent import absent
 from refimpl.deepspeed.ops.op_builder import ALL_OPS, OpBuilder
-from refimpl.launch import under_torchrun
 
 TYPES = {
     "BFloat16Tensor": torch.bfloat16,
@@ -45,13 +47,9 @@ class DeepSpeedAccelerator:
         return torch.cuda.device(self._index(device_index)) if self._cuda else nullcontext()
 
     def _here(self) -> torch.device:
-        if "REFIMPL_DEVICE" not in os.environ and under_torchrun():  # not joined yet
-            return (
-                torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-                if torch.cuda.is_available()
-                else torch.device("cpu")
-            )
-        return torch.device(os.environ.get("REFIMPL_DEVICE", "cpu"))
+        if dist.is_initialized() or "REFIMPL_DEVICE" in os.environ:  # of a script's own group nobody has said it
+            return device_of(dist.group.WORLD if dist.is_initialized() else None)
+        return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
     @property
     def _cuda(self) -> bool:
@@ -131,7 +129,9 @@ class DeepSpeedAccelerator:
         """The CUDA stream that is computed in; None on a CPU."""
         return torch.cuda.current_stream(self._index(device_index)) if self._cuda else None
 
-    default_stream = current_stream
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The CUDA stream that is computed in where nobody asks for another; None on a CPU."""
+        return torch.cuda.default_stream(self._index(device_index)) if self._cuda else None
 
     def Event(self, **kwargs: Any) -> Any:
         """A CUDA event; None on a CPU."""

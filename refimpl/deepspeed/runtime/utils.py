@@ -54,6 +54,7 @@ def norm_of_plain(params: Sequence[Tensor], norm_type: float = 2, mpu: Any = Non
     once = mpu is None or mpu.get_model_parallel_rank() == 0
     counted = [p.grad for p in params if p.grad is not None and (once or is_model_parallel_parameter(p))]
     norm = nn.utils.get_total_norm(counted, norm_type).float()
+    norm = norm if counted else norm.to(get_accelerator().current_device_name())  # torch's zero is at the host
     if mpu is not None and norm_type == torch.inf:
         comm.all_reduce(norm, ReduceOp.MAX, group=mpu.get_model_parallel_group())
     elif mpu is not None:

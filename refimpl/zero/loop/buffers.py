@@ -43,7 +43,7 @@ class Buffers:
         buffers: list[Tensor] = [getattr(module, name) for module, name in self.shared if name in module._buffers]
         for dtype in dict.fromkeys(b.dtype for b in buffers):
             same = [b for b in buffers if b.dtype == dtype]
-            flat = torch.cat([b.flatten() for b in same])
+            flat = torch.cat([b.flatten().to(self.group.device) for b in same])  # one may be at the host
             self.across.broadcast(flat, tag="buffers")
             self.group.broadcast(flat, tag="buffers")
             if self.group.rank != 0 or self.across.rank != 0:
