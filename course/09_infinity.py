@@ -816,7 +816,7 @@ for name, asynchronous in {"synchronous": False, "asynchronous": True}.items():
 # it needs and the files that have them, and reads those. Nobody sends anything, and nobody holds a whole copy.
 
 # %%
-from refimpl.engine.resume import Saved
+from refimpl.engine.resume import CheckpointSource
 from refimpl.model.gpt import GPT
 from refimpl.zero.portable import place_of, restore
 
@@ -847,7 +847,7 @@ def load_by(saves, stage):
     engine = engine_of(stage)
     group = engine.group
     with Folder(*given(saves)) as opened:
-        restore(engine.stage, Saved(opened), list(opened.places), optimizer=True)
+        restore(engine.stage, CheckpointSource(opened), list(opened.places), optimizer=True)
         read = opened.read_bytes
     held = {
         name: place_of(engine.stage, p).held(group.rank, group.size)
