@@ -4,7 +4,7 @@
 # Numbers of 16 bits take half the memory and half the traffic of fp32, and GPUs multiply them faster. They also lose
 # things: small updates, small gradients, or large ones. This chapter shows each loss on a model that trains, and the
 # two remedies that everybody uses: **master weights** and **loss scaling**. Then it counts what 16 bits save. It is not
-# what most people expect.
+# what most people expect. At the end numbers get 8 bits.
 
 # %% [markdown]
 # ## 1. The pain: half the bytes, half the learning
@@ -15,6 +15,7 @@
 # %%
 # %load_ext refimpl.notebook
 import copy
+import math
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
@@ -24,7 +25,7 @@ from torch.optim import AdamW
 
 from refimpl.measure.memory import MemoryMeter
 from refimpl.model.data import Batches, corpus
-from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.model.gpt import GPT, GPTConfig, Linear
 from refimpl.notebook import show
 
 torch.set_num_threads(1)
@@ -773,6 +774,149 @@ plt.show()
 # again at once. Each such try costs one skipped step.
 
 # %% [markdown]
+# **Half again: fp8.** GPUs since 2022 (sm_89 and later) multiply numbers of 8 bits twice as fast as those of 16. The bits
+# are cut in two ways, named after exponent and mantissa:
+
+# %% tags=["hide-input"]
+FP8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+rows = {}
+for name, dtype in FP8.items():
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps
+    rows[name] = {
+        "largest": f"{info.max:.0f}",
+        "smallest": f"{smallest:.2g}",
+        "powers of two": 1 + math.floor(math.log2(info.max)) - round(math.log2(smallest)),
+        "gap above 1 (eps)": f"{info.eps}",
+    }
+pd.DataFrame(rows).T
+
+# %% [markdown]
+# No model can be kept in so few bits, but the **operands** of its large products can be brought there: in each linear
+# layer input and weight for forward, and the gradient of the output for backward. The products are added in 32 bits.
+# (Hopper's tensor cores keep about 14 bits of such a sum, so DeepSeek-V3 moves it into fp32 every 128 terms.) Norms,
+# softmax, the head, master weights and Adam's state stay as they were, and so do the bytes of state. What shrinks is the
+# time, what linear layers keep for backward, and what is sent where weights are gathered in 8 bits (chapter 10).
+#
+# Eighteen powers of two are few, bf16 has more than 250. So each tensor gets a **scale**: divided by it, the largest
+# number becomes the largest of the format, and the product is multiplied by both scales. Below, operands are rounded
+# to 8 bits and multiplied in fp32: what the hardware gives, but for the order of its sums.
+
+
+# %%
+LARGEST = {torch.int8: 127.0} | {dtype: torch.finfo(dtype).max for dtype in FP8.values()}
+
+
+def rounded(x, dtype, block=None):
+    """x rounded to `dtype`: with one scale (None), one for each `block` of a row, or none (0)."""
+    rows = x.reshape(1, -1) if not block else x.unflatten(-1, (-1, block))
+    scale = rows.abs().amax(-1, keepdim=True) / LARGEST[dtype]
+    scale = torch.where((scale == 0) | (block == 0), 1.0, scale)
+    units = (rows / scale).round() if dtype == torch.int8 else rows / scale
+    return (units.to(dtype).float() * scale).view_as(x)
+
+
+class Product(torch.autograd.Function):
+    """x [..., inputs] by w [outputs, inputs]; all three products of forward and backward take rounded operands."""
+
+    @staticmethod
+    def forward(ctx, x, w, forward_dtype, backward_dtype, block):
+        x, w = rounded(x, forward_dtype, block), rounded(w, forward_dtype, block)
+        ctx.save_for_backward(x, w)
+        ctx.rounded = lambda dy: rounded(dy, backward_dtype, block)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), dy = ctx.saved_tensors, ctx.rounded(dy)
+        return dy @ w, dy.flatten(0, -2).T @ x.flatten(0, -2), None, None, None
+
+
+def in_8_bits(model, *how):
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) and name != "head":
+            layer.multiply = lambda x, w, bias: Product.apply(x, w, *how) + bias
+    return model
+
+
+# %% [markdown]
+# The run from section 1 again, 60 of its steps, with fp32 weights and AdamW throughout.
+
+# %% tags=["hide-input"]
+predict(
+    "Without a scale, where does E4M3 do more harm?",
+    "in the gradients",
+    options=["in the weights", "in the gradients"],
+    why="Below 2**-10 all is zero, and most gradients of activations lie far below: see the hill above.",
+)
+
+# %%
+E4M3, E5M2 = FP8.values()
+ways = {
+    "E4M3, no scale": (E4M3, E4M3, 0),
+    "E4M3, gradients E5M2, no scale": (E4M3, E5M2, 0),
+    "E4M3, a scale a tensor": (E4M3, E4M3, None),
+    "E4M3, a scale for 32 numbers": (E4M3, E4M3, 32),
+}
+ends = {"fp32": runs["fp32"][0][5]}
+for name, how in ways.items():
+    losses, _ = go_on(torch.float32, lambda model, how=how: Plain(in_8_bits(model, *how)), 60)
+    ends[name] = losses[-1]
+learned = {name: (begin - end) / (begin - ends["fp32"]) for name, end in ends.items()}
+bare, wide, *scaled = list(learned.values())[1:]
+print("no scale, E4M3: less than 60% of what fp32 learns:", bare < 0.6)
+print("with E5M2's range or with a scale, within 5% of fp32:")
+print(*(abs(share - 1) < 0.05 for share in (wide, *scaled)))
+
+# %% tags=["nbval-ignore-output", "hide-input"]
+pd.Series(learned, name="learned, of fp32").map("{:.0%}".format).to_frame()
+
+# %% [markdown]
+# That is why NVIDIA's Transformer Engine takes E5M2 for gradients by default, and why DeepSeek-V3 can do without it: it has
+# a scale for every 128 numbers of an activation and every 128 by 128 of a weight. MXFP8 on Blackwell has one, a power
+# of two, for 32. What does the smaller block buy? An **outlier** shows it. One channel of each norm is multiplied by
+# $k$, and the weights behind it divided by $k$: in fp32 the same model. Then all other numbers are small beside the largest.
+
+
+# %%
+def with_outliers(k):
+    model = copy.deepcopy(started)
+    for block in model.blocks:
+        for norm, layer in ((block.ln1, block.attention.qkv), (block.ln2, block.mlp.up)):
+            with torch.no_grad():
+                norm.weight[3] *= k
+                norm.bias[3] *= k
+                layer.weight[:, 3] /= k
+    return model
+
+
+int8, outliers = torch.int8, {}
+for k in (1, 256, 65536):
+    with torch.no_grad():
+        outliers[f"k = {k}"] = {"fp32": with_outliers(k)(*exam).item()} | {
+            name: in_8_bits(with_outliers(k), *how)(*exam).item()
+            for name, how in {
+                "int8, a scale a tensor": (int8, int8, None),
+                "int8, a scale for 32": (int8, int8, 32),
+                "E4M3, a scale a tensor": (E4M3, E4M3, None),
+            }.items()
+        }
+plain, coarse, fine, eight = outliers["k = 65536"].values()
+taught = begin - runs["fp32"][0][-1]
+print("int8 with one scale loses more than 120 steps had taught:", coarse - plain > taught)
+print("the other two less than a fifth of it:", max(fine, eight) - plain < taught / 5)
+
+# %% tags=["nbval-ignore-output", "hide-input"]
+pd.DataFrame(outliers).T.round(2)
+
+# %% [markdown]
+# In int8 one channel of 64 takes the steps of all others; with a scale for 32 numbers only its neighbours suffer. fp8
+# hardly sees it: its exponent is a scale for each number, down to 18 powers of two below the largest. So int8 needs
+# small blocks (chapter 10 sends gradients in it), and fp8 needs them where numbers reach further than that. The kernel
+# that makes codes and scales of either kind in one pass is
+# [refimpl/kernels/quantize.py](../refimpl/kernels/quantize.py).
+
+# %% [markdown]
 # ## 6. Break it: Inf on one rank only
 #
 # Rank 2 meets a bad batch and overflows; the others do not. The loop below checks its gradients, as it should, but it
@@ -902,7 +1046,8 @@ for n in (2, 3, 4):
 # - **Papers:** Micikevicius et al. 2018, [arXiv:1710.03740](https://arxiv.org/abs/1710.03740), sections 3.1 (master
 #   weights) and 3.2 (loss scaling); Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054),
 #   section 3.1 (the 16 bytes); Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), section 4
-#   (activations).
+#   (activations); Micikevicius et al. 2022, [arXiv:2209.05433](https://arxiv.org/abs/2209.05433) (fp8); DeepSeek-V3 2024,
+#   [arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.3 (fp8 in blocks).
 #
 # Next: 12 of the 16 bytes are the optimizer's, and every rank keeps the same 12. [ZeRO-1](04_zero1.ipynb) deals them
 # out.

@@ -178,6 +178,26 @@ def test_one_outlier_takes_a_tensors_fp8_range() -> None:
     assert torch.allclose(per_block[1:], x[1:], rtol=0.1), "with a scale for each block only its neighbours suffer"
 
 
+def test_an_outlier_spoils_int8_and_not_fp8() -> None:
+    def error(largest: float, smaller: float, dtype: torch.dtype) -> float:
+        """Of the worst of 1000 numbers from `smaller` to twice of it, relative, beside one of `largest`."""
+        x = torch.linspace(smaller, 2 * smaller, 1000)
+        x[0] = largest
+        top = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+        units = x / (largest / top)
+        units = units.round() if dtype == torch.int8 else units
+        back = units.to(dtype).float() * (largest / top)
+        return float(((back - x).abs() / x)[1:].max())
+
+    fp8 = torch.float8_e4m3fn
+    assert error(1000, 1, torch.int8) == 1, "all that is ordinary becomes zero"
+    assert error(1000, 1, fp8) <= 1 / 16
+    assert error(448, 2**-6, fp8) <= 1 / 16 < error(448, 2**-8, fp8), "down to 448 * 2**6 below the largest"
+    assert error(448, 0.49 * 2**-10, fp8) == 1 > error(448, 1.01 * 2**-10, fp8), "and all zero 448 * 2**10 below it"
+    beside = [(torch.tensor(v).to(fp8).float() - v).abs() / 448 for v in (431.9, 432.1)]
+    assert max(beside) == pytest.approx(1 / 28, rel=0.01) and min(beside) == pytest.approx(1 / 28, rel=0.01)
+
+
 @pytest.mark.parametrize("width", [4096, 8192])
 def test_a_product_is_compute_bound_from_that_batch_on(width: int) -> None:
     peak, bandwidth = 989e12, 3.35e12
