@@ -817,7 +817,7 @@ def rounded(x, dtype, block=None):
 
 
 class Product(torch.autograd.Function):
-    """x [..., inputs] by w [outputs, inputs]; all three products of forward and backward take rounded operands."""
+    """x [..., inputs] by w [outputs, inputs]: all three products take rounded operands."""
 
     @staticmethod
     def forward(ctx, x, w, forward_dtype, backward_dtype, block):
