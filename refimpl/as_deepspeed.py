@@ -36,6 +36,19 @@ WITHIN = {
     "deepspeed.ops.op_builder": ["all_ops", "builder"],
 }
 
+# What is not here, nor what lies below it: what to do instead.
+INSTEAD = {
+    "deepspeed.autotuning": "`refimpl deepspeed --autotuning tune` tries configurations out",
+    "deepspeed.inference": "call the model itself, in evaluation mode",
+    "deepspeed.linear": "LoRA by PEFT trains in every stage",
+    "deepspeed.model_implementations": "call the model itself, in evaluation mode",
+    "deepspeed.ops.transformer": "use torch.nn.TransformerEncoderLayer, or transformers' layers",
+    "deepspeed.runtime.data_pipeline.data_sampling": "give initialize a data set in the order that is wanted",
+    "deepspeed.runtime.domino": "tensor_parallel.autotp_size cuts the layers of a model",
+    "deepspeed.runtime.hybrid_engine": "call generate of engine.module",
+    "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param of the configuration do it",
+}
+
 
 def alias_deepspeed(force: bool = False) -> bool:
     """Let `import deepspeed` mean `refimpl.deepspeed` in this process; True when it does.
@@ -69,8 +82,9 @@ class Finder(MetaPathFinder):
         ours = f"refimpl.{folder if file in WITHIN.get(folder, ()) else fullname}"
         found = importlib.util.find_spec(ours)
         if found is None:
+            remedy = f"; {INSTEAD[fullname]}" if fullname in INSTEAD else ""
             raise ModuleNotFoundError(
-                f"{fullname}: not part of this project; this `deepspeed` is refimpl ({ours} does not exist)",
+                f"{fullname}: not part of this project; this `deepspeed` is refimpl ({ours} does not exist){remedy}",
                 name=fullname,
             )
         return ModuleSpec(

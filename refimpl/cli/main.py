@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn, cast
 import typer
 
 from refimpl import __version__
-from refimpl.cli.refuse import refuse, refusing
+from refimpl.cli.refuse import finding_room, refuse, refusing
 
 app = typer.Typer(
     name="refimpl",
@@ -240,7 +240,8 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows no check mark gets the rest
     try:
-        sys.exit(app(prog_name="refimpl", standalone_mode=False))
+        with finding_room("refimpl"):
+            sys.exit(app(prog_name="refimpl", standalone_mode=False))
     except UsageError as complaint:
         if text := " ".join(complaint.format_message().split()):
             refuse(complaint.ctx.command_path if complaint.ctx else "refimpl", text)

@@ -1,5 +1,7 @@
 """How a command refuses: one line on stderr, once for all of a launcher's ranks, and exit status 2."""
 
+import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,4 +24,19 @@ def refusing(command: str, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as reason:
+        refuse(command, reason)
+
+
+@contextmanager
+def finding_room(command: str) -> Iterator[None]:
+    """`refuse` where what the block prints or writes finds no room: `refimpl plan ... > FILE` on a full disk."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as reason:
+        if reason.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more, at its end
         refuse(command, reason)

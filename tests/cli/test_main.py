@@ -177,3 +177,15 @@ def test_ctrl_c_is_no_success_for_what_follows_in_a_script(
 
     monkeypatch.setattr(interrupted, ctrl_c)
     assert refimpl_command(monkeypatch, *command.split()) == 130
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
+def test_output_that_finds_no_room_is_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert refimpl_command(monkeypatch, *arguments) == 2
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "refimpl: [Errno 28] No space left on device\n"

@@ -1,12 +1,15 @@
 """refimpl under the name `deepspeed`: the same modules, the metadata, and a real installation beside it."""
 
+import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from foreign import run_python, run_script
 
 from refimpl import launch
+from refimpl.as_deepspeed import INSTEAD, Finder
 
 SAME = """
 import importlib.metadata, importlib.util, sys
@@ -128,9 +131,23 @@ def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
         (lambda: convert_to_random_ltd(None, None), "the model drops its tokens itself"),
         (lambda: FPDT_FFN(), r"deepspeed\.sequence\.layer shares a sequence"),
         (lambda: PartitionedTensor(None), "use PipelineEngine"),
+        (lambda: deepspeed.checkpoint.DeepSpeedCheckpoint("folder"), "`refimpl checkpoint export` writes whole"),
         (lambda: parse_inclusion_exclusion({}, "", ""), "--include and --exclude"),
         (lambda: get_model_state_file("folder", 2), r"no pickles; .* get_fp32_state_dict_from_zero_checkpoint"),
         (lambda: deepspeed.get_accelerator().get_op_builder("FlashAttentionBuilder")(), "FlashAttentionBuilder"),
     ):
         with pytest.raises(NotImplementedError, match=what):
             use()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("inference", "); call the model itself"), ("elsewhere", "does not exist)")]
+)
+def test_a_part_that_is_not_here_says_what_to_do_instead(name: str, says: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=rf"^deepspeed\.{name}: not part of .*{re.escape(says)}") as refused:
+        Finder().find_spec(f"deepspeed.{name}")
+    assert refused.value.name == f"deepspeed.{name}"
+
+
+def test_no_remedy_is_for_what_is_here() -> None:
+    assert not [name for name in INSTEAD if find_spec(f"refimpl.{name}")]

@@ -8,6 +8,7 @@ from worlds import run
 import refimpl.deepspeed as deepspeed
 from refimpl import launch
 from refimpl.deepspeed.grid import _halves
+from refimpl.deepspeed.module_inject import layers
 from refimpl.deepspeed.pipe import PipeModelDataParallelTopology
 from refimpl.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from refimpl.deepspeed.utils import groups
@@ -33,6 +34,8 @@ def answers(how: str) -> tuple[dict[str, int], list[int], list[list[int]]]:
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
         assert sum(p.numel() for p in engine.module.parameters()) < whole
         assert engine.autotp_size() == 2
+        for kind in (layers.LinearLayer, layers.LinearAllreduce):  # as optimum-habana asks whether a model is cut
+            assert any(isinstance(module, kind) for module in engine.module.modules())
         assert engine.data_parallel_group is groups._get_data_parallel_group()
     else:
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG, mesh_param=(2, 2))

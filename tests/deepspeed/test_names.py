@@ -533,6 +533,7 @@ def test_whose_optimizer_it_is(stage: int, dtype: str) -> None:
     assert found == by_stage | ({"BF16_Optimizer"} if dtype == "bf16" and stage < 2 else set())
     assert isinstance(optimizer.optimizer, torch.optim.AdamW)
     assert {p.dtype for p in optimizer.single_partition_of_fp32_groups} == {torch.float32}
+    assert not optimizer.needs_scaler()
     engine.empty_partition_cache()
     engine.destroy()
     assert not any(isinstance(torch.optim.SGD(nn.Linear(1, 1).parameters()), kind) for kind in KINDS)
@@ -582,6 +583,18 @@ def test_what_a_checkpoint_of_deepspeed_holds_can_be_named() -> None:
         assert fragment_address(numel=2, start=4) == fragment_address(2, 4)
         assert ZeroStageEnum(2) == 2
         assert ZeroStageEnum.weights == ZeroStageEnum.max_stage == 3
+
+
+def test_what_scripts_import_for_a_word_or_to_catch_it() -> None:
+    from refimpl.deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, UNIVERSAL_CHECKPOINT_INFO
+    from refimpl.deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, ROUTE_EVAL
+    from refimpl.deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    assert (FP32_FLAT_GROUPS, UNIVERSAL_CHECKPOINT_INFO) == ("fp32_flat_groups", "universal_checkpoint_info")
+    engine = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})[0]
+    assert engine.gradient_clipping() == GRADIENT_CLIPPING_DEFAULT
+    assert list(engine.deepspeed_io([0, 1, 2], 1, ROUTE_EVAL)) == [0, 1, 2]
+    assert issubclass(ZeRORuntimeException, Exception)
 
 
 def test_the_loader_of_an_engine_has_deepspeeds_name() -> None:

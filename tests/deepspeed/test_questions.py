@@ -42,7 +42,8 @@ def test_each_has_an_answer() -> None:
     for name in KEYS:
         getattr(engine, name)()
     assert engine.zero_offload_optimizer() is engine.zero_offload_param() is None
-    assert engine.zero_overlap_comm() is False
+    assert engine.zero_overlap_comm() is engine.zero_use_cpu_optimizer() is False
+    assert engine._optimizer_has_ckpt_event_prologue() is False
     assert engine.torch_autocast_dtype() is None
     assert engine.communication_data_type == torch.float32
 
@@ -55,3 +56,4 @@ def test_the_wire_is_asked_for(dtype: str | None) -> None:
     offloaded = {"train_batch_size": 1, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     engine = deepspeed.initialize(model=nn.Linear(2, 2), config=offloaded)[0]
     assert engine.zero_offload_optimizer().device == "cpu"
+    assert engine.zero_use_cpu_optimizer()

@@ -278,6 +278,14 @@ def test_a_section_with_every_switch_inside_it_off_asks_for_nothing() -> None:
             load({"train_batch_size": 8, "compression_training": section})
 
 
+def test_a_section_that_is_refused_is_quoted_in_a_line() -> None:
+    dropped = {"enabled": True, "random_ltd_schedule": {"min_value": 32, "schedule_config": {"seq_per_step": 8}}}
+    with pytest.raises(
+        ConfigError, match=r"\{'data_routing': \{'random_ltd': \{\.\.\.\}\}\}: .* drop its tokens itself$"
+    ):
+        load({"train_batch_size": 8, "data_efficiency": {"data_routing": {"random_ltd": dropped}}})
+
+
 @pytest.mark.parametrize("path", [p for p in KEYS if ": " not in p and "." in p and not p.endswith("*")])
 def test_a_misspelt_key_is_named_with_its_full_path_and_the_nearest_key(path: str) -> None:
     section, name = path.rsplit(".", 1)

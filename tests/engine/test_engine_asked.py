@@ -71,6 +71,7 @@ def test_the_questions() -> None:
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("SGD", "WarmupLR")
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.global_rank) == (1, 1, 1, 0)
     assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16, 16, True)
+    assert optimizer.needs_scaler()
     assert optimizer.overflow is False
     assert engine.config.get("zero_optimization", {}).get("stage") == 2
     assert engine.config.get("nonsense", 7) == 7

@@ -83,6 +83,27 @@ def test_a_wrapper_with_older_signatures_goes_on(stage: int, tmp_path: Path) -> 
     assert in_folder(tmp_path / "global_step2").keys() == nets[0].state_dict().keys()
 
 
+class RenamesSaved(OldWrapper):
+    """Its parameters have the wrapper in their names, as its buffers; what it saves has neither."""
+
+    named_parameters = nn.Module.named_parameters
+
+
+@pytest.mark.parametrize(("wrapper", "stage"), [(OldWrapper, 0), (OldWrapper, 3), (RenamesSaved, 2), (RenamesSaved, 3)])
+def test_a_wrapper_around_buffers_goes_on_by_the_names_that_it_saves(
+    wrapper: type[OldWrapper], stage: int, tmp_path: Path
+) -> None:
+    nets = Net(), Net(9)
+    engines = [refimpl.initialize(model=wrapper(net), config=settings(stage))[0] for net in nets]
+    train(engines[0], range(2))
+    engines[0].save_checkpoint(tmp_path)
+    nets[1].norm.running_mean.fill_(7)  # type: ignore[union-attr, operator]
+    engines[1].load_checkpoint(tmp_path)
+    assert torch.equal(nets[0].norm.running_mean, nets[1].norm.running_mean)  # type: ignore[arg-type]
+    assert train(engines[0], range(2, 4)) == train(engines[1], range(2, 4))
+    assert in_folder(tmp_path / "global_step2").keys() == nets[0].state_dict().keys()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["load_module_only", "load_optimizer_states"])
 def test_weights_alone_go_anywhere(stage: int, how: str, tmp_path: Path) -> None:

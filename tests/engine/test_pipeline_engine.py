@@ -432,7 +432,10 @@ def refused(what: str) -> None:
     if what == "axis":
         PipelineModule(layers(), topology=ProcessTopology(["pipe", "slice"], [1, 2]))
     stage = 2 if what == "zero" else 0
-    losses = {"loss": None, "detached": lambda out, label: loss(out.detach(), label)}
+    losses = {
+        "loss": None, "detached": lambda out, label: loss(out.detach(), label),
+        "pair": lambda out, label: (loss(out, label), out),
+    }  # fmt: skip
     module = PipelineModule(layers(), stages, loss_fn=losses.get(what, loss))
     engine, *_ = initialize(model=module, config=config(zero_optimization={"stage": stage}))
     data = iter([torch.ones(1)] * GAS if what == "pairs" else [(torch.ones(2, WIDTH),) * 2] * GAS)
@@ -458,6 +461,7 @@ def refused(what: str) -> None:
         ("reduced", "reduce_output None of a loss: only 'avg'"),
         ("pairs", r"must be pairs \(inputs, labels\), not Tensor: set_batch_fn"),
         ("loss", r"the loss must be a scalar, not a tensor of shape \(2, 64\)"),
+        ("pair", "the loss must be a scalar tensor, nothing beside it: got tuple"),
         ("detached", "the loss has no gradient, so that nothing would be trained"),
     ],
 )

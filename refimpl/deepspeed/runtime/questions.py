@@ -76,6 +76,11 @@ def zero_offload_param(engine: Engine) -> Any:
     return if_away(engine._config.zero_optimization.offload_param)
 
 
+def zero_use_cpu_optimizer(engine: Engine) -> bool:
+    """Whether the update runs at the host: optimizer states are offloaded, to its memory or to a disk."""
+    return zero_offload_optimizer(engine) is not None
+
+
 def if_away(section: OffloadOptimizer | OffloadParam) -> Any:
     return None if section.device == "none" else section
 
@@ -117,19 +122,22 @@ def get_pipeline_parallel_rank(engine: PipelineEngine) -> int:
 
 
 def no(engine: Engine) -> bool:
-    """False: `data_efficiency` is not part of this project."""
+    """False: `data_efficiency` is not part of this project, and an optimizer has nothing to do before a save."""
     return False
 
 
 for name, path in KEYS.items():
     setattr(Engine, name, question(name, path))
 for written in (
-    zero_overlap_comm, zero_offload_optimizer, zero_offload_param, torch_autocast_dtype, postscale_gradients,
-    get_data_parallel_rank, get_tensor_parallel_rank, get_sequence_parallel_group,
+    zero_overlap_comm, zero_offload_optimizer, zero_offload_param, zero_use_cpu_optimizer, torch_autocast_dtype,
+    postscale_gradients, get_data_parallel_rank, get_tensor_parallel_rank, get_sequence_parallel_group,
 ):  # fmt: skip
     setattr(Engine, written.__name__, written)
 setattr(Engine, "get_model_parallel_rank", get_tensor_parallel_rank)  # noqa: B010
 setattr(PipelineEngine, "get_pipeline_parallel_rank", get_pipeline_parallel_rank)  # noqa: B010
-for name in ("data_efficiency_enabled", "data_sampling_enabled", "curriculum_learning_enabled", "random_ltd_enabled"):
+for name in (
+    "data_efficiency_enabled", "data_sampling_enabled", "curriculum_learning_enabled", "random_ltd_enabled",
+    "_optimizer_has_ckpt_event_prologue", "_optimizer_has_ckpt_event_epilogue",
+):  # fmt: skip
     setattr(Engine, name, no)
 setattr(Engine, "communication_data_type", property(communication_data_type))  # noqa: B010

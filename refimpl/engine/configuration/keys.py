@@ -231,7 +231,7 @@ OPEN: Mapping[str, str] = {
     "datastates": "not part of this project",
     "quantize_training": "not part of this project: DeepSpeed has dropped it too",
     "weight_quantization": f"{NOT_HERE}: zero_quantized_weights sends them quantised",
-    "data_efficiency": f"{NOT_HERE}: give initialize data in that order",
+    "data_efficiency": f"{NOT_HERE}: give initialize data in that order, and let the model drop its tokens itself",
 }
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _SHORT.maxdict = _SHORT.maxlist = 8
-_SHORT.maxlevel = 4
+_SHORT.maxlevel = 2  # a section is known by its first keys
 
 
 def quote(value: Any) -> str:

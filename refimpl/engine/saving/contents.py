@@ -23,7 +23,7 @@ from refimpl.checkpoint.tree import encode
 from refimpl.engine.saving.whole import joined, portions
 from refimpl.engine.state import TrainingState
 from refimpl.optim.travelling import MASK
-from refimpl.zero.gather.saved import every_name, named_tensors
+from refimpl.zero.gather.saved import every_buffer, every_name, named_tensors
 from refimpl.zero.optimizer.counted import counted
 from refimpl.zero.portable import parts, place_of
 
@@ -42,7 +42,8 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
     """What this rank and its replicas have of the whole model."""
     stage, module, saved = engine.stage, engine.module, engine.saved_name
     left_out = {saved(name) for name in frozen_names(module)} if exclude_frozen else set()
-    elsewhere, split, kept = counted_elsewhere(engine), portions(engine), named_tensors(module).keys()
+    elsewhere, split, named = counted_elsewhere(engine), portions(engine), named_tensors(module)
+    order = [saved(name) for name in named]
     alone = engine.axes.model.size == engine.axes.expert.size == 1
     parameters: dict[str, Any] = {}
     for p, name in stage.names.items():
@@ -56,22 +57,27 @@ def about_rank(engine: TrainingState, exclude_frozen: bool) -> dict[str, Any]:
             part = replace(place, dim=portion.dim, spans=portion.spans)
             place = replace(place, shape=shape, at=0, of=prod(shape), ranks=(), parts=(part,))
         parameters[name] = place.as_json()
-    first = stage.names | {buffer: saved(name) for name, buffer in module.named_buffers()}
-    every = (*every_name(module), *module.named_buffers(remove_duplicate=False))
-    aliases = {saved(name): first[tensor] for name, tensor in every}
+    buffers = first_names(engine)
+    first = stage.names | buffers
+    every = (*every_name(module), *every_buffer(module).items(), *named.items())
+    aliases = {saved(name): first[tensor] for name, tensor in every if isinstance(tensor, Tensor) and tensor in first}
     aliases |= {stage.names[p]: name for p, name in engine.copies().items()}
     where = {} if alone else {"ranks": [engine.axes.world.rank]}
     return {
         "parameters": parameters,
         "tied": {a: name for a, name in aliases.items() if a != name and name not in left_out},
         "buffers": {
-            saved(name): {"shape": list(b.shape), "persistent": name in kept, **where}
-            for name, b in module.named_buffers()
+            name: {"shape": list(b.shape), "persistent": name in order, **where} for b, name in buffers.items()
         },
-        "order": [saved(name) for name in kept],
+        "order": order,
         "apart": [stage.names[p] for p in stage.update.slices.apart],
         "left_out": list(left_out),
     }
+
+
+def first_names(engine: TrainingState) -> dict[Tensor, str]:
+    """Each buffer, and what it is called in the whole model: the first of its names."""
+    return {b: engine.saved_name(name) for name, b in reversed(every_buffer(engine.module).items())}
 
 
 def counted_elsewhere(engine: TrainingState) -> frozenset[nn.Parameter]:
@@ -112,8 +118,7 @@ def contents(
         rest = {key: [encode(v, f"{key}/{part.name}", noted)] for key, v in part.rest.items()}
         if begins := rest | dict.fromkeys(part.state, "cut"):
             states[part.name] = begins
-    for name, buffer in engine.module.named_buffers():
-        tensors[f"buffer/{saved(name)}"] = buffer
+    tensors |= {f"buffer/{name}": buffer for buffer, name in first_names(engine).items()}
     beside = plain(engine, client_state) | {"own_states": own}
     notes = {"state": states} | {name: encode(value, name, noted) for name, value in beside.items()}
     tensors |= noted

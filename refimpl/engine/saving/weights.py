@@ -19,7 +19,7 @@ from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.place import Portion
 from refimpl.comm.group import Group
-from refimpl.engine.saving.contents import extra_states, frozen_names
+from refimpl.engine.saving.contents import extra_states, first_names, frozen_names
 from refimpl.engine.saving.whole import portions
 from refimpl.engine.state import TrainingState
 from refimpl.parallel.swap import join_parts
@@ -157,8 +157,8 @@ def shared_names(engine: TrainingState, folder: Folder) -> list[str]:
 @torch.no_grad()
 def read_buffers(engine: TrainingState, folder: Folder, rank: int) -> None:
     """The buffers that a rank saved, and what modules keep beside them. A cache of another length stays as it is."""
-    for own, buffer in engine.module.named_buffers():
-        name = folder.canonical(engine.saved_name(own))
+    for buffer, own in first_names(engine).items():
+        name = folder.canonical(own)
         if name in folder.about["buffers"]:
             saved = folder.with_buffer(name, rank).tensor(f"buffer/{name}")
             if saved.shape == buffer.shape:  # or `check_fits` has refused it, if it is persistent

@@ -4,16 +4,18 @@
     balanced     by a weight for each layer: parameters, whether its type matches, or measured seconds
 
 Balanced is exact, by dynamic programming: the best cut of the first n layers into k stages is the best over where the
-last stage begins. L^2 S steps for L layers and S stages. Of all cuts with the least largest stage it takes one whose
-smallest stage is largest, and cuts late: a layer without weight stays with the one before it. DeepSpeed's
-(deepspeed/runtime/utils.py, partition_balanced) makes largest less smallest least, stage by stage, which misses the
-least largest one for some weights.
+last stage begins. L^2 S steps for L layers and S stages, at most L^2 for layers of like weight: no stage is larger than
+the largest of `uniform`. Of all cuts with the least largest stage it takes one whose smallest stage is largest, and
+cuts late: a layer without weight stays with the one before it. DeepSpeed's (deepspeed/runtime/utils.py,
+partition_balanced) makes largest less smallest least, stage by stage, which misses the least largest one for some
+weights.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -38,31 +40,41 @@ def balanced(weights: Sequence[float], stages: int) -> Bounds:
     if len(weights) <= stages:
         return uniform(len(weights), stages)
     sums = [0, *accumulate(weights)]
-    largest, _ = _best(sums, stages, lambda before, last: max(before, last), 0, min)
-    least = _best(sums, stages, lambda before, last: min(before, last) if last <= largest else -1, math.inf, max)
-    return least[1]
+    some = max(sums[end] - sums[begin] for begin, end in pairwise(uniform(len(weights), stages)))
+    largest, _ = _best(sums, stages, some, max, 0, min)
+    return _best(sums, stages, largest, min, math.inf, max)[1]
 
 
 def _best(
     sums: Sequence[float],
     stages: int,
+    limit: float,
     join: Callable[[float, float], float],
     start: float,
-    choose: Callable[..., tuple[float, Bounds]],
+    choose: Callable[..., tuple[float, int]],
 ) -> tuple[float, Bounds]:
-    """The best value, and its bounds, of all ways to cut the chain. `join`: a cut's value and its next stage's sum."""
-    best = {0: (start, [0])}  # number of layers -> the best cut of them
+    """The best value, and its bounds, of all cuts of the chain into stages of `limit` at most, of which there is one.
+
+    `join`: a cut's value and its next stage's sum.
+    """
+    values = {0: start}  # number of layers -> the value of the best cut of them
+    cuts: list[dict[int, int]] = []  # of each stage: where it ends -> where it begins
     for stage in range(1, stages + 1):
-        ends = range(stage, len(sums) - stages + stage)  # each later stage needs a layer
-        best = {
-            end: choose(
-                ((join(value, sums[end] - sums[begin]), [*bounds, end])
-                 for begin, (value, bounds) in reversed(best.items()) if begin < end),
-                key=lambda found: found[0],
-            )
-            for end in ends
-        }  # fmt: skip
-    return best[len(sums) - 1]
+        best, first = {}, 0
+        left = (stages - stage) * limit * (1 + 1e-9)  # that later stages hold, but for rounding
+        for end in range(stage, len(sums) - stages + stage):  # each of them needs a layer
+            if sums[-1] - sums[end] > left:
+                continue
+            while sums[end] - sums[first] > limit:
+                first += 1
+            if begins := [begin for begin in range(end - 1, first - 1, -1) if begin in values]:
+                best[end] = choose(((join(values[b], sums[end] - sums[b]), b) for b in begins), key=itemgetter(0))
+        values = {end: value for end, (value, _) in best.items()}
+        cuts.append({end: begin for end, (_, begin) in best.items()})
+    bounds = [len(sums) - 1]
+    for cut in reversed(cuts):
+        bounds.insert(0, cut[bounds[0]])
+    return values[bounds[-1]], bounds
 
 
 def matching(names: Sequence[str], pattern: str) -> list[float]:

@@ -205,6 +205,8 @@ class Step:
                 self.hear(out)
             if self.targets is not None:
                 out = self.pipeline.loss(out, self.targets[micro])
+                if not isinstance(out, Tensor):  # DeepSpeed evaluates a tuple, and trains none either
+                    raise ValueError(f"the loss must be a scalar tensor, nothing beside it: got {type(out).__name__}")
                 if torch.is_grad_enabled() and added is None and not with_gradient(out):
                     raise ValueError(NO_GRADIENT)
             self._result(micro, out)

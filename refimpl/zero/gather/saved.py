@@ -47,6 +47,18 @@ def named_tensors(model: nn.Module) -> dict[str, Any]:
     return {**state, **{n: p for n, p in every_name(model) if id(p) not in named}}
 
 
+def every_buffer(model: nn.Module) -> dict[str, Tensor]:
+    """The model's buffers, what is tied under each of its names; as `state_dict()` calls them, where it does.
+
+    A wrapper that hands `state_dict` and `named_parameters` on to the model inside, as GLM's, has its own names for
+    buffers in `named_buffers` alone.
+    """
+    own = {id(b) for b in model.buffers()}
+    named = {name: t for name, t in model.state_dict(keep_vars=True).items() if id(t) in own}
+    seen = {id(t) for t in named.values()}
+    return {**named, **{n: b for n, b in model.named_buffers(remove_duplicate=False) if id(b) not in seen}}
+
+
 def copied(state: Mapping[str, Any], copies: dict[Tensor, Tensor]) -> dict[str, Any]:
     """`state` in host memory of its own. `copies`: of its tensors, those that there are; the others are added."""
     copies |= {t: t.detach().to("cpu", copy=True) for t in state.values() if isinstance(t, Tensor) and t not in copies}

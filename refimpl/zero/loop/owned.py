@@ -139,6 +139,10 @@ class Owned(optim.Optimizer):
         """Whether the loss scale adapts itself."""
         return isinstance(self.stage.scaler, DynamicLossScaler)
 
+    def needs_scaler(self) -> bool:
+        """Whether a `backward()` called by hand must begin at `engine.scale(loss)`."""
+        return self.stage.scaler is not None
+
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped, because some rank had a gradient that was not finite."""
