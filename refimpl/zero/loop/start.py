@@ -12,7 +12,7 @@ from torch import nn, optim
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm import levels
 from refimpl.comm.board import stacklevel
-from refimpl.comm.first import is_expanded
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.zero.agreement.settings import settings
 from refimpl.zero.config import ZeroConfig
@@ -57,16 +57,13 @@ def share(
     Frozen ones are laid row by row, as all that lie in buckets: ZeRO-3 has them there, and products round by strides.
     """
     loose = [p for p in model.parameters() if p not in done]
-    for tensor in (*loose, *filter(is_expanded, model.buffers())):
-        DATA.__set__(tensor, DATA.__get__(tensor).contiguous())
+    for p in loose:
+        DATA.__set__(p, DATA.__get__(p).contiguous())
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
     for tensor, those in ranks.items():
-        whole = tensor.to(those.device).contiguous()  # a buffer may be at the host
-        those.broadcast(whole, tag="start")
-        if whole is not tensor:
-            tensor.copy_(whole)
+        take_first([tensor], those, "start")
     for p in loose:
         if dtype is not None and p.is_floating_point():
             DATA.__set__(p, DATA.__get__(p).to(dtype))
