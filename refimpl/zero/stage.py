@@ -213,23 +213,26 @@ class Stage(Hooked, Beside, Held):
         return self.gradients.finish()
 
     def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
-        """Update this rank's part and gather; False if the update is skipped.
-
-        What the optimizer's step or a hook of it raises on this rank comes behind the gather: the others are in it.
-        """
+        """Update this rank's part and gather; False if the update is skipped."""
         finite = self.update.prepare(gradients, self.gradients.used, self.gradients.first_finite)
         since.warn_of_nothing(self.update.left_alone, self.gradients, type(self).__name__)
-        try:
+        with self.raising_behind(lambda: self.after_update(finite)):
             if finite:
                 self.update.apply()
+        self.after_update(finite)
+        return finite
+
+    @contextmanager
+    def raising_behind(self, gather: Callable[[], None]) -> Iterator[None]:
+        """What the optimizer's step, or a hook of it, raises here comes behind `gather`: the other ranks are in it."""
+        try:
+            yield
         except OffloadError:  # on every rank
             raise
         except Exception as error:
             self.update.note(error)
-            self.after_update(finite)
+            gather()
             raise
-        self.after_update(finite)
-        return finite
 
     def search(self, closure: Callable[[], Any]) -> Any:
         """For an optimizer that asks for the loss as often as it likes (LBFGS); returns what that returns."""
@@ -274,14 +277,8 @@ class Stage(Hooked, Beside, Held):
         """Finish an update that is one step late (`delayed_update`), and gather; nothing without one. A collective."""
         if self.config.delayed_update:
             self.free_gathered()  # what is gathered ahead has the old weights
-        try:
+        with self.raising_behind(self.gather):
             is_late = self.update.catch_up()
-        except OffloadError:  # on every rank
-            raise
-        except Exception as error:  # as in `apply`
-            self.update.note(error)
-            self.gather()
-            raise
         if is_late:
             self.gather()
 
