@@ -325,6 +325,16 @@ def test_a_result_that_cannot_be_pickled_names_the_rank():
         launch.run(lambda: threading.Lock() if dist.get_rank() == 1 else None)
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_a_result_that_cannot_be_read_names_the_rank():
+    with pytest.raises(launch.RankError, match=r"^what rank 0 sent cannot be unpickled here: ValueError\(.*no number"):
+        launch.run(Unreadable, ranks=1)
+
+
 def test_what_cannot_travel_to_the_ranks_is_told_and_they_go_on():
     lock = threading.Lock()
     with launch.World(1, device="cpu") as world:

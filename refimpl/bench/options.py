@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 MOST = 10**15  # of anything that can be counted here
+AXES = ["tensor", "pipeline", "context"]
 LINKS = ["0.1Gbit/s 100us", "1Gbit/s 100us", "10Gbit/s 100us"]
 
 
@@ -83,8 +84,8 @@ def precision(text: str) -> str:
 
 def axis(text: str) -> str:
     """tensor, pipeline or context."""
-    if text not in ("tensor", "pipeline", "context"):
-        raise typer.BadParameter(f"{text!r}: choose from tensor, pipeline, context")
+    if text not in AXES:
+        raise typer.BadParameter(f"{text!r}: choose from {', '.join(AXES)}")
     return text
 
 
@@ -142,9 +143,17 @@ def on_disk(folder: Path) -> Path:
 
 
 Ranks = Annotated[list[int], typer.Option(min=2, max=512, help="Numbers of ranks.")]
-StagesOption = Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")]
-TurnsOption = Annotated[int, typer.Option("--turns", min=1, help="Times each contestant's turn comes.")]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps (or calls) in a turn.")]
-RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Fresh worlds, of each kind of memory pages.")]
-FolderOption = Annotated[Path | None, typer.Option(help="On the disk to measure. Default: a temporary one.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the report here.")]
+AnyRanks = Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks.")]
+ExpertRanks = Annotated[list[int], typer.Option(min=1, max=512, help="Numbers of ranks, which share the experts.")]
+Mixtures = Annotated[list[str], typer.Option("--size", parser=mixture, help="TOKENS,WIDTH,HIDDEN,EXPERTS,K.")]
+ModelSizes = Annotated[list[int], typer.Option(parser=count, help="Model sizes.")]
+BufferSizes = Annotated[list[int], typer.Option(parser=count, help="Bytes in the buffer.")]
+Layers = Annotated[int, typer.Option(min=1, help="Of the model.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")]
+Context = Annotated[int, typer.Option(min=1, help="Tokens a sequence.")]
+Stages = Annotated[list[int], typer.Option(min=0, max=3, help="ZeRO stages; 0 is DDP.")]
+Turns = Annotated[int, typer.Option("--turns", min=1, help="Times each contestant's turn comes.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps (or calls) in a turn.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Fresh worlds, of each kind of memory pages.")]
+Folder = Annotated[Path | None, typer.Option(help="On the disk to measure. Default: a temporary one.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the report here.")]

@@ -108,14 +108,11 @@ class Alone(Transport):
     def broadcast(self, x: Tensor, root: int) -> Steps:
         yield from ()
 
-    def send(self, x: Tensor, to: int) -> Steps:
-        raise AssertionError("there is no other rank")
+    def send(self, *_: Any, **__: Any) -> Steps:
+        """Never called: to `Group` there is no other rank."""
+        raise AssertionError
 
-    def recv(self, x: Tensor, source: int) -> Steps:
-        raise AssertionError("there is no other rank")
-
-    def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
-        raise AssertionError("there is no other rank")
+    recv = send_recv = send
 
     def _copy(self, out: Tensor, x: Tensor) -> Steps:
         if out.data_ptr() != x.data_ptr():

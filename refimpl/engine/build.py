@@ -24,7 +24,7 @@ from refimpl.engine.configuration.sections import ZeroOptimization
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_stacks, refuse_unlike, same_experts
-from refimpl.engine.homes import told, with_homes
+from refimpl.engine.homes import heard_by_all, with_homes
 from refimpl.engine.layout import check_agreed, check_layout, check_whole
 from refimpl.engine.leaf import flagged
 from refimpl.engine.monitor import Monitor
@@ -166,7 +166,7 @@ def make_stage(
     if number == 3:
         refuse_unlike(model, experts, axes.expert)
     build = partial(STAGES[number], model, optimizer, axes.shards, zero, settings.loss_scaler(), experts)
-    stage = told(axes.world, build) if axes.world.size > axes.shards.size else build()
+    stage = heard_by_all(axes.world, build) if axes.world.size > axes.shards.size else build()
     if axes.across.size > 1:
         stage.replicate(axes.across)
     if axes.model.size > 1:

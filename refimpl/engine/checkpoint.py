@@ -42,7 +42,7 @@ from refimpl.comm.group import Group
 from refimpl.engine.saving.contents import about_engine, contents
 from refimpl.engine.state import TrainingState
 from refimpl.zero.agreement.alike import raised_alone
-from refimpl.zero.loop.start import refuse_added
+from refimpl.zero.loop.since import refuse_added
 from refimpl.zero.optimizer.own_states import own_states
 
 FAILED = ".failed"

@@ -91,7 +91,7 @@ def opened(world: Group, key: str, section: OffloadOptimizer | OffloadParam, *of
     return together(world, on_this_rank, OffloadError)
 
 
-def told(world: Group, build: Callable[[], T]) -> T:
+def heard_by_all(world: Group, build: Callable[[], T]) -> T:
     """build(), of which a disk may fail some ranks, in groups: then OffloadError on every rank of `world`."""
     result = failure = None
     try:

@@ -132,18 +132,16 @@ def chosen(asked: argparse.Namespace, count: int) -> list[int] | None:
         return None
     if (asked.include and asked.exclude) or asked.num_gpus > 0 or asked.num_nodes > 0:
         raise ValueError("--include, --exclude, and --num_gpus or --num_nodes exclude each other: give one of them")
-    name = "--include" if asked.include else "--exclude"
-    host, _, numbers = (asked.include or asked.exclude).partition(":")
+    name, given = ("--include", asked.include) if asked.include else ("--exclude", asked.exclude)
+    host, _, numbers = given.partition(":")
     if host not in _HERE or "@" in numbers or not all(n.isdecimal() for n in numbers.split(",") if numbers):
-        raise ValueError(f"{name} {asked.include or asked.exclude!r}: write this machine's GPUs, such as localhost:0,2")
+        raise ValueError(f"{name} {given!r}: write this machine's GPUs, such as localhost:0,2")
     named = [int(n) for n in numbers.split(",")] if numbers else list(range(count))
     if torch.cuda.device_count() and max(named) >= count:
-        raise ValueError(
-            f"{name} {asked.include or asked.exclude!r}: there are {count} GPUs to choose from, 0 to {count - 1}"
-        )
+        raise ValueError(f"{name} {given!r}: there are {count} GPUs to choose from, 0 to {count - 1}")
     left = named if asked.include else [gpu for gpu in range(count) if gpu not in named]
     if not left or len(set(left)) != len(left):
-        raise ValueError(f"{name} {asked.include or asked.exclude!r} leaves {left} of {count} GPUs: name each once")
+        raise ValueError(f"{name} {given!r} leaves {left} of {count} GPUs: name each once")
     return left
 
 

@@ -32,7 +32,7 @@ from refimpl.zero.config import ZeroConfig
 from refimpl.zero.experts import apart
 from refimpl.zero.flat import Bucket, gather_all, groups_of, lay_out
 from refimpl.zero.gradients import take_raw_grad
-from refimpl.zero.loop import start
+from refimpl.zero.loop import since, start
 from refimpl.zero.loop.buffers import Buffers
 from refimpl.zero.loop.grad_view import GradientView
 from refimpl.zero.loop.held import Held
@@ -168,7 +168,7 @@ class Stage(Hooked, Beside, Held):
         """
         gradients = self.collect()
         if not gradients and self.buckets:
-            start.refuse_nothing(self.model, self.names)
+            since.refuse_nothing(self.model, self.names)
         return self.apply(gradients)
 
     def optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -205,31 +205,34 @@ class Stage(Hooked, Beside, Held):
         for p in self.include_thawed():
             if (grad := take_raw_grad(p)) is not None:
                 self.gradients.add(p, grad)
-        start.refuse_replaced(self.model, self.names, self.gradients)
+        since.refuse_replaced(self.model, self.names, self.gradients)
         # It walks the model: at the 1st, 2nd, 4th, 8th, ... step, and where there is nothing else.
         if not self.gradients.used or not self.update.steps & (self.update.steps + 1):
-            start.warn_of_added(self.model, self.names)
+            since.warn_of_added(self.model, self.names)
             start.refuse_in_backward(self.names)
         return self.gradients.finish()
 
     def apply(self, gradients: dict[Bucket, Tensor]) -> bool:
-        """Update this rank's part and gather; False if the update is skipped.
-
-        What the optimizer's step or a hook of it raises on this rank comes behind the gather: the others are in it.
-        """
+        """Update this rank's part and gather; False if the update is skipped."""
         finite = self.update.prepare(gradients, self.gradients.used, self.gradients.first_finite)
-        start.warn_of_nothing(self.update.left_alone, self.gradients, type(self).__name__)
-        try:
+        since.warn_of_nothing(self.update.left_alone, self.gradients, type(self).__name__)
+        with self.raising_behind(lambda: self.after_update(finite)):
             if finite:
                 self.update.apply()
+        self.after_update(finite)
+        return finite
+
+    @contextmanager
+    def raising_behind(self, gather: Callable[[], None]) -> Iterator[None]:
+        """What the optimizer's step, or a hook of it, raises here comes behind `gather`: the other ranks are in it."""
+        try:
+            yield
         except OffloadError:  # on every rank
             raise
         except Exception as error:
             self.update.note(error)
-            self.after_update(finite)
+            gather()
             raise
-        self.after_update(finite)
-        return finite
 
     def search(self, closure: Callable[[], Any]) -> Any:
         """For an optimizer that asks for the loss as often as it likes (LBFGS); returns what that returns."""
@@ -274,14 +277,8 @@ class Stage(Hooked, Beside, Held):
         """Finish an update that is one step late (`delayed_update`), and gather; nothing without one. A collective."""
         if self.config.delayed_update:
             self.free_gathered()  # what is gathered ahead has the old weights
-        try:
+        with self.raising_behind(self.gather):
             is_late = self.update.catch_up()
-        except OffloadError:  # on every rank
-            raise
-        except Exception as error:  # as in `apply`
-            self.update.note(error)
-            self.gather()
-            raise
         if is_late:
             self.gather()
 

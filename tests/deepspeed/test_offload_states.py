@@ -68,6 +68,8 @@ def refused_meanwhile(stage: int, folder: Path) -> None:
             use()
     engine.reload_states()
     engine.zero_grad()
+    with pytest.raises(ValueError, match="include has 'optimizer_states'; known: optim_states, hp_params"):
+        engine.offload_states(include=["optimizer_states"])
     engine.offload_states(include=["optim_states"])
     engine.backward(engine(x))
     with pytest.raises(RuntimeError, match="optim_states" + AWAY):

@@ -68,6 +68,7 @@ def test_the_questions() -> None:
     assert engine.zero_optimization_partition_gradients()
     assert not engine.zero_optimization_partition_weights()
     assert not engine.zero_gather_16bit_weights_on_model_save()
+    assert engine.zero_ignore_unused_parameters()
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("SGD", "WarmupLR")
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.global_rank) == (1, 1, 1, 0)
     assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16, 16, True)

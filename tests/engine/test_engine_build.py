@@ -356,6 +356,10 @@ def test_exactly_one_configuration() -> None:
         refimpl.initialize(args, Net(), config=config())
     with pytest.raises(ValueError, match="needs a model"):
         refimpl.initialize(config=config())
+    with pytest.raises(
+        ValueError, match=r"mesh_param = \(1,\): must be \(data_parallel_size, sequence_parallel_size\)"
+    ):
+        refimpl.initialize(model=Net(), config=config(), mesh_param=(1,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mpu: object has no get_data_parallel_group"):
         refimpl.initialize(model=Net(), config=config(), mpu=object())
     with pytest.raises(RuntimeError, match="dist_init_required"):

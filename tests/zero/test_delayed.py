@@ -1,6 +1,7 @@
 """An update one step late: its learning rate is its own step's, nobody looks at half of it, its errors arrive."""
 
 import copy
+import pickle
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,15 @@ def looked_at(home: Host) -> dict[str, Tensor]:
 def test_nobody_looks_at_an_update_under_way(tmp_path: Path) -> None:
     host, disk = run(looked_at, Host(), ranks=2), run(looked_at, Disk(tmp_path), ranks=2)
     assert differing(host[0], host[1]) == differing(host[0], disk[0]) == []
+
+
+def test_a_copy_of_the_model_is_plain() -> None:
+    here = built("zero1", Host())
+    for twin in (copy.deepcopy(here.model), pickle.loads(pickle.dumps(here.model))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(here, "catch_up", lambda: pytest.fail("it is of the stage's own model"))
+            twin.load_state_dict(twin.state_dict())
+    here.release()
 
 
 def failing(disk: Disk) -> list[str]:

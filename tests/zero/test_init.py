@@ -258,6 +258,21 @@ def written_to_data(where: str) -> None:
                     weight.data.fill_(group.rank)
 
 
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.inner.weight.data = torch.ones(3, 4)
+
+
+def test_a_constructor_gives_what_it_has_made_other_values() -> None:
+    with Init(Group.world()):
+        weight = Filled().inner.weight
+    assert weight.type() == "torch.FloatTensor"  # a word, for which it need not be whole
+    with GatheredParameters(weight):
+        assert torch.equal(weight, torch.ones(3, 4))
+
+
 def replaced(ranks_write: bool) -> list[Tensor]:
     """Two weights get other memory, one of them its old memory again; the weights after a step."""
     model = Net()

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from worlds import run
 from refimpl.checkpoint.errors import CheckpointError, together
 from refimpl.comm.group import Group
 from refimpl.launch import RankError
+from refimpl.offload.homes import Disk, Host
 from refimpl.optim.lamb import Lamb
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.gather.order import RankDivergence
@@ -174,13 +176,17 @@ def test_named_groups_and_expanded_memory_are_taken(stage: str) -> None:
     run(named_and_expanded, stage, ranks=2)
 
 
-def test_a_configuration_that_would_mean_something_else_is_refused() -> None:
+def test_a_configuration_that_would_mean_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gradient_allreduce_op = 'avg': must be mean or sum"):
         ZeroConfig(gradient_allreduce_op="avg")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_clipping = nan"):
         ZeroConfig(gradient_clipping=float("nan"))
     with pytest.raises(TypeError, match=r"give several, \('Linear',\)"):
         ZeroConfig(leaf_modules="Linear")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"optimizer_home = 'cpu': give Host\(\) or Disk\(folder\)"):
+        ZeroConfig(optimizer_home="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gradient_home = Disk needs a Disk as optimizer_home"):
+        ZeroConfig(optimizer_home=Host(), gradient_home=Disk(tmp_path))
 
 
 def bare(stage_name: str) -> None:

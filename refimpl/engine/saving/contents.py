@@ -132,7 +132,7 @@ def plain(engine: TrainingState, client_state: Mapping[str, Any]) -> dict[str, A
     """What is no tensor of the model's, and what a client gives: small, and not by a parameter's name."""
     scheduler, scaler = engine.lr_scheduler, engine.stage.scaler
     return {
-        "groups": [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)],
+        "groups": options(engine),
         "counted": counted(engine.optimizer),
         "skipped_steps": engine.stage.skipped_steps,
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -154,6 +154,11 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 def param_groups(engine: TrainingState) -> list[dict[str, Any]]:
     """The optimizer's groups; none in an engine without one."""
     return [] if engine.optimizer is None else engine.optimizer.param_groups
+
+
+def options(engine: TrainingState) -> list[dict[str, Any]]:
+    """What these groups say beside their parameters, and a mask over these."""
+    return [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)]
 
 
 def schedule(engine: TrainingState) -> str | None:

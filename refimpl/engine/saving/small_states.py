@@ -19,9 +19,8 @@ from torch import Tensor
 from refimpl.checkpoint import random_state
 from refimpl.checkpoint.errors import CheckpointError, naming, together
 from refimpl.checkpoint.folder import Folder, notes_file
-from refimpl.engine.saving.contents import COUNTERS, param_groups
+from refimpl.engine.saving.contents import COUNTERS, options, param_groups
 from refimpl.engine.state import TrainingState
-from refimpl.optim.travelling import MASK
 from refimpl.zero.optimizer.counted import counted, put_counted
 
 SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what a schedule writes into the optimizer's groups
@@ -100,9 +99,8 @@ def to_train(engine: TrainingState, folder: Folder, wanted: Wanted) -> Iterator[
     """What only a run that goes on takes: the groups' settings, loss scale, random numbers, position in the data."""
     own, rank = own_rank(engine, folder), engine.axes.world.rank
     scaler = engine.stage.scaler
-    here = [{k: v for k, v in group.items() if k not in ("params", MASK)} for group in param_groups(engine)]
     keep = SCHEDULED if engine.lr_scheduler is not None and not wanted.scheduler else ()
-    yield Put(partial(put_groups, engine, keep), saved_groups(engine, folder), deepcopy(here))
+    yield Put(partial(put_groups, engine, keep), saved_groups(engine, folder), deepcopy(options(engine)))
     if engine.optimizer is not None:
         beside = folder.value(0, "counted") or {}
         yield Put(partial(put_counted, engine.optimizer), beside, counted(engine.optimizer))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.zero.agreement.beyond import Beyond, Spans
 from refimpl.zero.loop.access import ByName
@@ -51,10 +52,7 @@ class Beside(ByName):
                 flat = self.weights(bucket)
                 group.broadcast(flat, tag=tag)
                 self.put_weights(bucket, flat)
-        for tensor in [*(DATA.__get__(p) for p in self.names if self.home(p) is None), *self.model.buffers()]:
-            dense = tensor.to(group.device).contiguous()
-            group.broadcast(dense, tag=tag)
-            tensor.copy_(dense)
+        take_first([*(DATA.__get__(p) for p in self.names if self.home(p) is None), *self.model.buffers()], group, tag)
         self.gather()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

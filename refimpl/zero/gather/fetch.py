@@ -26,8 +26,8 @@ from refimpl.zero.gather.path import Path
 from refimpl.zero.gather.prefetch import Pass, next_ones, soon_again
 from refimpl.zero.gather.unit import Unit
 from refimpl.zero.gather.watch import Watch
+from refimpl.zero.hooks import untraced, weakly
 from refimpl.zero.loop.outputs import tensors_of
-from refimpl.zero.parameter import untraced, weakly
 
 
 @dataclass

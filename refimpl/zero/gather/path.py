@@ -17,7 +17,7 @@ from refimpl.comm.group import Group
 from refimpl.zero.flat import Bucket
 from refimpl.zero.gather.order import RollCall, Standing, stuck
 from refimpl.zero.gather.prefetch import Pass, Trace
-from refimpl.zero.parameter import weakly
+from refimpl.zero.hooks import weakly
 
 
 class Outline:

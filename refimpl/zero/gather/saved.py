@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from refimpl.zero.gather.unit import unit_of, whole
-from refimpl.zero.parameter import Hook, names_alone
+from refimpl.zero.hooks import Hook
+from refimpl.zero.parameter import names_alone
 
 
 def every_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

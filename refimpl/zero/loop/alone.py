@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from refimpl.zero.parameter import Hook, Shown, stage_of
+from refimpl.zero.hooks import Hook
+from refimpl.zero.parameter import Shown, stage_of
 
 
 class Alone:

@@ -12,7 +12,6 @@ from refimpl.zero.built import Built
 from refimpl.zero.flat import Bucket, lay_out
 from refimpl.zero.gather.unit import unit_of
 from refimpl.zero.gather.units import make_whole
-from refimpl.zero.loop import start
 from refimpl.zero.loop.owned import let_go
 from refimpl.zero.parameter import Managed, place, stage_of
 
@@ -37,7 +36,13 @@ class Changing(Built):
 
     @optimizer.setter
     def optimizer(self, other: optim.Optimizer | None) -> None:
-        start.refuse_other_optimizer(self.update.slices.optimizer, other)
+        if other is not self.update.slices.optimizer:  # it would never be asked to step
+            raise AttributeError(
+                "optimizer: it cannot be replaced, as its state is of this rank's slices of the model. For another "
+                "rate, decay or betas set engine.optimizer.param_groups on every rank; for another optimizer "
+                "engine.destroy(), and initialize(model=..., optimizer=...) anew (of a stage: release(), and build "
+                "another)"
+            )
 
     def refuse_without_optimizer(self) -> None:
         if self.update.slices.optimizer is None:

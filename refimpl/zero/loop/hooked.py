@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from refimpl.zero.backward import in_backward
+from refimpl.zero.hooks import Hook, untraced, weakly
 from refimpl.zero.loop.alone import Alone
 from refimpl.zero.loop.changing import Changing
 from refimpl.zero.loop.outputs import tensors_of
-from refimpl.zero.parameter import Hook, untraced, weakly
 
 
 class Hooked(Changing):
@@ -27,7 +27,7 @@ class Hooked(Changing):
         ]
         if self.config.delayed_update:  # or an update under way would be published over what is loaded
             hook = self.model.register_load_state_dict_pre_hook
-            self.handles.append(hook(lambda *_: self.catch_up()))  # type: ignore[no-untyped-call]
+            self.handles.append(hook(Hook(lambda *_: self.catch_up())))  # type: ignore[no-untyped-call]
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
         if not self.update.raised:  # which all ranks hear at the step: one that refused alone would leave them waiting

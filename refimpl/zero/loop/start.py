@@ -1,23 +1,18 @@
 """How a stage begins, and what it refuses: all ranks take rank 0's model, and every parameter is an ordinary one."""
 
-import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
-from typing import NoReturn
 
 import torch
 from torch import nn, optim
 
-from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm import levels
-from refimpl.comm.board import stacklevel
-from refimpl.comm.first import is_expanded
+from refimpl.comm.first import take_first
 from refimpl.comm.group import Group
 from refimpl.zero.agreement.settings import settings
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.experts import apart
-from refimpl.zero.gradients import Gradients
 from refimpl.zero.parameter import DATA, Freed, Managed, stage_of
 
 # In what a rank's ZeroConfig may differ: where its state rests; and an operator of the user's may have no words.
@@ -57,16 +52,13 @@ def share(
     Frozen ones are laid row by row, as all that lie in buckets: ZeRO-3 has them there, and products round by strides.
     """
     loose = [p for p in model.parameters() if p not in done]
-    for tensor in (*loose, *filter(is_expanded, model.buffers())):
-        DATA.__set__(tensor, DATA.__get__(tensor).contiguous())
+    for p in loose:
+        DATA.__set__(p, DATA.__get__(p).contiguous())
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
     for tensor, those in ranks.items():
-        whole = tensor.to(those.device).contiguous()  # a buffer may be at the host
-        those.broadcast(whole, tag="start")
-        if whole is not tensor:
-            tensor.copy_(whole)
+        take_first([tensor], those, "start")
     for p in loose:
         if dtype is not None and p.is_floating_point():
             DATA.__set__(p, DATA.__get__(p).to(dtype))
@@ -166,73 +158,3 @@ def refuse_shared_memory(names: dict[nn.Parameter, str]) -> None:
                     f"parameters {other} and {name} share their memory, but are two objects, and would be trained "
                     "apart: tie them by assigning the parameter itself (b.weight = a.weight)"
                 )
-
-
-def refuse_replaced(model: nn.Module, names: dict[nn.Parameter, str], gradients: Gradients) -> None:
-    """A parameter object that was put in another's place is trained by nobody."""
-    if len(gradients.used) == len(gradients.bucket_of):
-        return
-    here = set(model.parameters())
-    gone = [names[p] for p in gradients.bucket_of if p not in gradients.used and p not in here]
-    if gone:
-        raise RuntimeError(
-            f"{', '.join(gone)}: replaced in the model since the stage was built, so the new tensor is not trained. "
-            "Copy values in place (p.copy_ under torch.no_grad), or build the stage after the change"
-        )
-
-
-def refuse_other_optimizer(mine: optim.Optimizer | None, other: optim.Optimizer | None) -> None:
-    """What is assigned in its place would never be asked to step. (DeepSpeed takes it, without its shards.)"""
-    if other is not mine:
-        raise AttributeError(
-            "optimizer: it cannot be replaced, as its state is of this rank's slices of the model. For another rate, "
-            "decay or betas set engine.optimizer.param_groups on every rank; for another optimizer engine.destroy(), "
-            "and initialize(model=..., optimizer=...) anew (of a stage: release(), and build another)"
-        )
-
-
-COMPLETE = "complete the model before `initialize` (or the stage), or destroy() the engine and make another"
-
-
-def added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[str, nn.Parameter]:
-    """What came into the model behind its stage."""
-    return {name: p for name, p in model.named_parameters() if p not in names}
-
-
-def added_and_used(model: nn.Module, names: Mapping[nn.Parameter, str]) -> str:
-    """What was added and has a gradient, which nobody will apply: in words, or ""."""
-    used = [name for name, p in added(model, names).items() if stage_of(p) is None and p.grad is not None]
-    return (
-        f"{', '.join(used)}: added to the model since the stage was built, so not trained: {COMPLETE}" if used else ""
-    )
-
-
-def warn_of_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
-    """Nobody trains it, as in torch, whose optimizer does not know it. Without a gradient it is no news."""
-    if words := added_and_used(model, names):
-        warnings.warn(words, stacklevel=stacklevel())
-
-
-def refuse_nothing(model: nn.Module, names: Mapping[nn.Parameter, str]) -> NoReturn:
-    """RuntimeError: there are no gradients."""
-    words = added_and_used(model, names)
-    raise RuntimeError(
-        f"step(): there are no gradients but of {words}" if words
-        else "step() with no backward() since the last step() or zero_grad(): there are no gradients to apply"
-    )  # fmt: skip
-
-
-def warn_of_nothing(left_alone: set[nn.Parameter], gradients: Gradients, stage: str) -> None:
-    """No rank has used a parameter since the last step."""
-    if gradients.bucket_of and left_alone.issuperset(gradients.bucket_of):
-        warnings.warn(
-            f"{stage}: step() has nothing to update: the loss of no rank depends on a parameter of its model. Is it of "
-            "another model or engine, detached, or was engine.module replaced?",
-            stacklevel=stacklevel(),
-        )
-
-
-def refuse_added(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
-    """CheckpointError: a checkpoint has no place for it."""
-    if new := added(model, names):
-        raise CheckpointError(f"{', '.join(new)}: added to the model since the stage was built: {COMPLETE}")

@@ -233,8 +233,7 @@ class Slices(ByPart):
 
     def regrouped(self) -> list[int]:
         """The optimizer's groups whose parameters are not the slices that were put there."""
-        if self.optimizer is None:
-            return []
+        assert self.optimizer is not None
         here = {i: sorted(map(id, group["params"])) for i, group in enumerate(self.optimizer.param_groups)}
         mine: dict[int, list[int]] = {}
         for bucket, slices in self.of.items():
