@@ -39,6 +39,19 @@ NO_TRITON = (
 )
 NO_KEYBOARD = "asks for the keyboard (breakpoint, input), which a rank has not got: print, and the report shows it"
 NO_MEMORY = "a parameter is used while it has no memory: gather its unit before each forward and each backward"
+REFUSED = {  # words of a refusal -> what they mean to who has not read torch's, or the group's, source
+    "argsort() takes from 1 to 0 positional arguments": [
+        "Beside stable=, torch wants the dimension by its name: x.argsort(dim=1, descending=True, stable=True)."
+    ],
+    "ranks cannot share equally: give splits": [
+        "Rows are along the first dimension, and each rank gets as many: is x cut into a chunk a rank, all as long, "
+        "and do the ranks come first? Splits are for what is uneven by its nature."
+    ],
+    "and the splits are": [
+        "in_splits: how many rows of x go to each rank; out_splits: how many rows of out come from each. N numbers, "
+        "which add up to all rows."
+    ],
+}
 FRAMES = 3  # of the learner's own lines shown for an exception
 
 
@@ -119,7 +132,7 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
 
 
 def _advice(error: BaseException, line: str) -> list[str]:
-    """What to do about a name that is none, or about a group taken for one of torch.distributed."""
+    """What to do about a name that is none, a gradient that is not there, or a call that group or torch refuses."""
     if isinstance(error, NameError) and error.name:
         return [f"Nothing is called `{error.name}` there: is it misspelt, or is its import missing?"]
     text = str(error)
@@ -129,7 +142,9 @@ def _advice(error: BaseException, line: str) -> list[str]:
         return ["group.rank and group.size are numbers, without ()."]
     if "'WatchedGroup' object has no attribute" in text:
         return ["`group` has `rank`, `size`, and the calls that the head of this file lists."]
-    return []
+    if ".grad" in line and "'NoneType' object has no attribute" in text:
+        return ["A `.grad` is None there: it is not complete yet, has been let go of, or this rank has not used it."]
+    return next((said for words, said in REFUSED.items() if words in text), [])
 
 
 def not_python(error: SyntaxError, path: Path) -> WrongFile:
