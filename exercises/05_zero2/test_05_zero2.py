@@ -89,12 +89,19 @@ def test_GradientShards(answer: Answer, group: WatchedGroup) -> None:
     freed(answer, group)
 
 
+def new_shards(answer: Answer, model: nn.Module, group: WatchedGroup, limit: int) -> Any:
+    gradients = answer.GradientShards(model, group, limit)
+    old = "a new GradientShards has shards already: are they kept in the class, not in self?"
+    require(not getattr(gradients, "shards", None), old)
+    return gradients
+
+
 def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: torch.dtype = torch.float32) -> None:
     watched, model = group.fresh(), Net().to(dtype)
     buckets, names = layout(group, limit)
     mark_gradients(model, watched.ledger)
     kept = Kept(watched)
-    gradients = answer.GradientShards(model, watched, limit)
+    gradients = new_shards(answer, model, watched, limit)
     for step in range(2):
         watched.ledger.reset()
         for part in range(parts):
@@ -217,7 +224,7 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
     """In every backward."""
     watched, model = group.fresh(), Net()
     mark_gradients(model, watched.ledger)
-    gradients = answer.GradientShards(model, watched, LIMIT)
+    gradients = new_shards(answer, model, watched, LIMIT)
     for backward in ("first", "second"):
         case(f"buckets of {LIMIT} elements: do they travel inside the {backward} backward?")
         watched.ledger.reset()
@@ -230,7 +237,7 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
 def out_of_turn(answer: Answer, group: WatchedGroup) -> None:
     """One gradient can make two buckets ready to go."""
     watched, layers = group.fresh(), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-    gradients = answer.GradientShards(layers, watched, 30)
+    gradients = new_shards(answer, layers, watched, 30)
     layers[0](torch.tanh(layers[1](torch.ones(2, 5)))).sum().backward()
     sent = watched.ledger.calls().get("reduce_scatter", 0)
     gradients.finish()
@@ -288,7 +295,7 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(look)
     waits = gradients_at_each_wait(model, watched)
-    gradients = answer.GradientShards(model, watched, size)
+    gradients = new_shards(answer, model, watched, size)
     meter = MemoryMeter(lambda: {"not its own": [*model.parameters(), *watched.scratch()]})
     total = model(torch.ones(1, 30)).sum()
     with meter:
