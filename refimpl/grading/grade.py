@@ -176,7 +176,7 @@ def explain(error: launch.RankError, exercise: Exercise, ranks: int, path: Path,
         headline, details = wrong.headline, list(wrong.details)
     elif isinstance(error, launch.RankTimeout):
         headline, details = hang(str(error), exercise, path, {rank: seen.calls[rank] for rank in range(ranks)})
-        details += each_rank({rank: seen.calls[rank] for rank in range(ranks)})
+        details += each_rank({rank: seen.calls[rank] for rank in range(ranks)}) if ranks > 1 else []
     elif isinstance(error, launch.RankDied) and "SIGABRT" in str(error):
         headline = f"{exercise.task}: ranks called different collectives, or one with buffers of different lengths"
         details = [f"{error}: gloo cannot continue", *each_rank({rank: seen.calls[rank] for rank in range(ranks)})]
