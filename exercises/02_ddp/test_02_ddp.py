@@ -281,6 +281,9 @@ def both_at_once(answer: Answer, group: WatchedGroup) -> None:
     require(sent == [2, 2], shared + "kept in the class, not in self?")
     for number, (ddp, model) in enumerate(zip(ddps, models, strict=True)):
         ddp.finish()
+        others = groups[1].ledger.open_calls()
+        alike = "finish() of one model waits for another's buckets: is what is under way kept outside of self?"
+        require(number or others, alike)
         truth = Turned()
         for rank in range(group.size):
             (truth(torch.full((2, 5), 1.0 + number + rank)) / group.size).backward()

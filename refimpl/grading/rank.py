@@ -142,6 +142,8 @@ def _advice(error: BaseException, line: str) -> list[str]:
         return ["group.rank and group.size are numbers, without ()."]
     if "'WatchedGroup' object has no attribute" in text:
         return ["`group` has `rank`, `size`, and the calls that the head of this file lists."]
+    if re.search(r"\.(send|recv)\(", line) and re.search("Boolean value of Tensor|required positional argument", text):
+        return ["group.send(x, to) and group.recv(x, source): first the tensor, which recv fills, then the rank."]
     if ".grad" in line and "'NoneType' object has no attribute" in text:
         return ["A `.grad` is None there: it is not complete yet, has been let go of, or this rank has not used it."]
     return next((said for words, said in REFUSED.items() if words in text), [])

@@ -56,6 +56,14 @@ FAULTS = {
         "group.all_to_all(x.new_empty(3), x, in_splits=[2, 1], out_splits=[2, 1])",
         ["in_splits: how many rows of x go to each rank"],
     ),
+    "the rank before the tensor": (
+        "group.send(1 - group.rank, x)",
+        ["first the tensor, which recv fills, then the rank"],
+    ),
+    "what recv does not return": (
+        "return group.recv(1 - group.rank)",
+        ["first the tensor, which recv fills, then the rank"],
+    ),
     "no return": ("x * 2", ["the result is None: is there a `return`?"]),
     "wrong shape": ("return torch.cat([x, x])", ["has shape (4,), expected (2,)"]),
     "wrong dtype": ("return x.double() * 2", ["torch.float64, expected torch.float32"]),
