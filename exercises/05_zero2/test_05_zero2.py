@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from refimpl.comm.work import Work
-from refimpl.grading.compare import by_users, first_divergence, require
+from refimpl.grading.compare import a_tensor, by_users, first_divergence, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory
 from refimpl.grading.rank import Answer, case
@@ -91,8 +91,10 @@ def test_GradientShards(answer: Answer, group: WatchedGroup) -> None:
 
 def new_shards(answer: Answer, model: nn.Module, group: WatchedGroup, limit: int) -> Any:
     gradients = answer.GradientShards(model, group, limit)
-    old = "a new GradientShards has shards already: are they kept in the class, not in self?"
-    require(not getattr(gradients, "shards", None), old)
+    shards = getattr(gradients, "shards", {})
+    kind = f"self.shards is a {type(shards).__name__}, expected a dict: bucket number -> shard"
+    require(isinstance(shards, dict), kind)
+    require(not shards, "a new GradientShards has shards already: are they kept in the class, not in self?")
     return gradients
 
 
@@ -170,8 +172,9 @@ def judge_shards(group: WatchedGroup, shards: dict[int, Tensor], buckets: list[B
         size = -(-packed(bucket) // group.size)
         shard = shards[number]
         what = f"shards[{number}]"
+        a_tensor(shard, what)
         require(
-            isinstance(shard, Tensor) and shard.numel() == size,
+            shard.numel() == size,
             f"{what} has not {size} elements, which is 1/{group.size} of {packed(bucket)}, rounded up",
         )
         require(shard.dtype == dtype, f"{what} has dtype {shard.dtype}, and the gradients have {dtype}")
