@@ -1,5 +1,6 @@
 """In a rank: load the answer, call its grader, and put whatever goes wrong into the learner's terms."""
 
+import ast
 import bdb
 import gc
 import linecache
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.grading.calls import Calls
-from refimpl.grading.chapters import import_file
+from refimpl.grading.chapters import import_file, is_stub, parsed
 from refimpl.grading.compare import WORK, Todo, Wrong, WrongFile
 from refimpl.grading.kernels import interpret
 from refimpl.grading.process import Process
@@ -86,9 +87,18 @@ def grade_here(check: Check, path: Path, task: str) -> None:
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]  # torch raises NotImplementedError too
         if type(error) is NotImplementedError and last.filename == str(path) and str(last.line).startswith("raise"):
-            raise Todo(f"{error or task} is not written yet") from error
+            raise still_to_write(path, last.lineno or 0, str(error) or task) from error
         raise explained(error, path, task, left_set(process)) from error
     process.reset()  # this rank goes on; after an error it is replaced
+
+
+def still_to_write(path: Path, line: int, name: str) -> Wrong:
+    """What a `raise NotImplementedError` in that line means: nothing is written, or the line was left in."""
+    functions = [f for f in ast.walk(parsed(path.read_text())) if isinstance(f, ast.FunctionDef)]
+    around = [f for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
+    if all(is_stub(f) for f in around):
+        return Todo(f"{name} is not written yet")
+    return Wrong(f"{name} comes to its `raise NotImplementedError`, line {line}: take that line out")
 
 
 def left_set(process: Process) -> list[str]:

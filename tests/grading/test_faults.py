@@ -64,6 +64,10 @@ FAULTS = {
         "return group.recv(1 - group.rank)",
         ["first the tensor, which recv fills, then the rank"],
     ),
+    "the stub's line left in": (
+        'x *= 2\nraise NotImplementedError("double")',
+        ["double comes to its `raise NotImplementedError`, line 6: take that line out"],
+    ),
     "no return": ("x * 2", ["the result is None: is there a `return`?"]),
     "wrong shape": ("return torch.cat([x, x])", ["has shape (4,), expected (2,)"]),
     "wrong dtype": ("return x.double() * 2", ["torch.float64, expected torch.float32"]),
