@@ -52,9 +52,10 @@ rows["all"] = [sum(counted.values()), sum(counted.values()) / psi]
 pd.DataFrame.from_dict(rows, orient="index", columns=["bytes", "bytes per parameter"])
 
 # %% [markdown]
-# Sixteen bytes for each parameter: 4 for the weight, 4 for its gradient, 8 for the two running means that Adam keeps,
-# of the gradient and of its square. (`numel() > 1` leaves out Adam's step counters, one number a tensor.) The
-# literature calls the number of parameters $\Psi$ (psi), so this is $16\Psi$. Put larger models into it:
+# Sixteen bytes for each parameter: 4 for the weight (a number in fp32, torch's default, has 32 bits), 4 for its
+# gradient, 8 for the two running means that Adam keeps, of the gradient and of its square. (`numel() > 1` leaves out
+# Adam's step counters, one number a tensor.) The literature calls the number of parameters $\Psi$ (psi), so this is
+# $16\Psi$. Put larger models into it:
 
 # %% tags=["hide-input"]
 from refimpl.notebook import predict
@@ -498,7 +499,7 @@ group.all_reduce(shards[rank])
 #   already), [refimpl/ranks/rank.py](../refimpl/ranks/rank.py) (what runs on the other side),
 #   [refimpl/ranks/hang.py](../refimpl/ranks/hang.py) (how a stack becomes "waits in all_reduce"),
 #   [refimpl/measure/ledger.py](../refimpl/measure/ledger.py).
-# - **DeepSpeed:** its launcher is
+# - **DeepSpeed**, Microsoft's library that ZeRO comes from and that this course builds anew: its launcher is
 #   [deepspeed/launcher/launch.py](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/launcher/launch.py).
 #   It starts a process a GPU and sets `RANK` and `WORLD_SIZE`, as `torchrun` does.
 # - **Paper:** section 3.1 of Rajbhandari et al. 2020, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), counts the

@@ -125,7 +125,7 @@ plt.show()
 
 # %% [markdown]
 # The two halves have names of their own, and uses of their own. The first is a **reduce-scatter**, the second an
-# **all-gather**. ZeRO is made of these two.
+# **all-gather**. ZeRO (*Zero Redundancy Optimizer*, chapters 4 to 6) is made of these two.
 
 # %% [markdown]
 # ## 3. Build it
@@ -670,7 +670,8 @@ print(
 # %% [markdown]
 # More than a quarter of the numbers differ, in their last bits. Both sums are right: the difference is rounding. But
 # rank order gives something that the ring cannot give: *the bits of one process*. All strategies in this course add in
-# rank order. So DDP, ZeRO-1, 2 and 3 can be compared by `torch.equal`, and no bug can hide below a tolerance.
+# rank order. So DDP (chapter 2) and ZeRO-1, 2 and 3 can be compared by `torch.equal`, and no bug can hide below a
+# tolerance.
 #
 # Chunk 3 differs nowhere. The sum of chunk $c$ starts at rank $c+1$, so chunk 3 starts at rank 0 and meets the ranks in
 # rank order by accident. The others begin elsewhere: chunk 0 is $((g_1+g_2)+g_3)+g_0$.

@@ -227,8 +227,9 @@ all(
 
 # %% [markdown]
 # The broadcast at the start and the average in every step together are all of data parallel training, in a dozen lines.
-# Call it **rung zero** of the ladder that this course climbs: each later stage (a class that trains in one of the ways
-# to come) has the same two methods, and does between them what this one does, in less time or in less memory.
+# (Its usual name is DDP, distributed data parallel.) Call it **rung zero** of the ladder that this course climbs: each
+# later stage (a class that trains in one of the ways to come) has the same two methods, and does between them what this
+# one does, in less time or in less memory.
 
 
 # %%
@@ -726,8 +727,9 @@ for overlap in (False, True):
 # %% [markdown]
 # At most two brackets are open at a time: `IN_FLIGHT`. Now compare the medians above the plots. On CPU ranks overlap
 # wins little or nothing, and may even cost: the ranks share the cores, and those same cores move the bytes. On GPUs it
-# wins much and still is not free. NCCL's copies and additions are kernels: they take some of the GPU's multiprocessors
-# (SMs) and of its memory bandwidth away from the products that run beside them, which become slower meanwhile.
+# wins much and still is not free. NCCL's copies and additions are kernels, programs that the GPU runs: they take some
+# of the GPU's multiprocessors (SMs) and of its memory bandwidth away from the products that run beside them, which
+# become slower meanwhile.
 #
 # **How large should a bucket be?** Many small ones pay the price of a call too often. Few large ones leave little to
 # overlap: the last one travels alone. Turn the knobs: backward takes 100 ms, the gradients of a model of 350 million
@@ -777,10 +779,10 @@ Knobs(
 )
 
 # %% [markdown]
-# On 64 ranks the best bucket has 22 MB, close to the 25 MB that torch's DDP takes by default. On 512 ranks it has
-# 175 MB, and even so 17 ms remain, because a ring pays $2(N-1)$ messages for each bucket. Megatron's default grows with
-# the ranks for that reason, max(40, $N$) million parameters a bucket. And at that size libraries leave the ring for
-# trees, or for rings of rings.
+# On 64 ranks the best bucket has 22 MB, close to the 25 MB that torch's DDP takes by default. On 512 ranks it has 175
+# MB, and even so 17 ms remain, because a ring pays $2(N-1)$ messages for each bucket. The default of Megatron-LM,
+# NVIDIA's library for large models, grows with the ranks for that reason, max(40, $N$) million parameters a bucket. And
+# at that size libraries leave the ring for trees, or for rings of rings.
 
 # %% [markdown]
 # ## 6. Break it: sum for mean, no common start, an unused parameter

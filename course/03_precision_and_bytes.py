@@ -965,8 +965,8 @@ for step in range(3):
 # ones. (Had the loop skipped the all-reduce too, it would hang, as in chapter 2.)
 #
 # The remedy costs nothing: check **after** the reduction. Inf plus anything is Inf or NaN, so all ranks see it, decide
-# alike and skip together. When each rank holds only a shard of the gradients (from ZeRO-1 on) it must be told: 8 bytes,
-# in `Update._agree`.
+# alike and skip together. When each rank holds only a part, a **shard**, of the gradients (from ZeRO-1 on) it must be
+# told: 8 bytes, in `Update._agree`.
 
 # %%
 # %%ranks 4

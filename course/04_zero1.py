@@ -60,10 +60,10 @@ print(f"{len(set(group.all_gather_object(digest)))} different state(s) on {world
 # %% [markdown]
 # ## 2. The idea: cut the all-reduce open, and put the update in its middle
 #
-# Chapter 1 built the all-reduce from two halves. After the first half, the **reduce-scatter**, each rank holds the
-# mean gradient of *its own* part, $1/N$ of all parameters. The second half, the **all-gather**, gives every rank all
-# parts. DDP sends the gradients through both halves, and then updates everything everywhere. **ZeRO-1** updates in
-# between: each rank steps its own part, and the all-gather carries new weights in place of gradients.
+# Chapter 1 built the all-reduce from two halves. After the first half, the **reduce-scatter**, each rank holds the mean
+# gradient of *its own* part, $1/N$ of all parameters: its **shard**. The second half, the **all-gather**, gives every
+# rank all parts. DDP sends the gradients through both halves, and then updates everything everywhere. **ZeRO-1**
+# updates in between: each rank steps its own part, and the all-gather carries new weights in place of gradients.
 #
 # ```mermaid
 # flowchart LR

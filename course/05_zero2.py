@@ -590,9 +590,9 @@ print("gradients it saw:", sum(p.grad is not None for p in model.parameters()))
 # No error, a norm of zero, and training goes on **unclipped**. A log of `p.grad.norm()` fails at least with an
 # `AttributeError`; this line does not. Look for norms that are exactly 0. One remedy is to let the stage clip, because
 # it alone can sum over the shards: `ZeroConfig(gradient_clipping=0.1)`, and `stage.grad_norm` to log. The other is to
-# let `p.grad` be an object that knows where the rest of it is. FSDP2 does that with a `DTensor`, torch's tensor in parts;
-# here it is a tensor of the parameter's shape that holds this rank's part and answers a question for its norm with an
-# all-reduce:
+# let `p.grad` be an object that knows where the rest of it is. FSDP2 does that with a `DTensor`, torch's tensor in
+# parts; here it is a tensor of the parameter's shape that holds this rank's part and answers a question for its norm
+# with an all-reduce. What the step then sees is the clipped gradient, whose norm is 0.1:
 
 # %%
 # %%ranks 4

@@ -198,8 +198,8 @@ print(f"after storage.resize_:  {saved.untyped_storage().nbytes():9,} bytes are 
 # frees it for all views at once, and refilling it serves them all, including the one that autograd saved. (DeepSpeed
 # does set `.data`. So it brings a linear layer of its own, which saves the parameter and not a view of it.)
 #
-# **A part of a model** is a flat buffer, of which the parameters are views, that has memory only while it is needed,
-# and a shard that stays.
+# **A part of a model**, called a **unit**, is a flat buffer, of which the parameters are views, that has memory only
+# while it is needed, and a shard that stays.
 #
 # **Your turn.** Write the class and run the cell: it is saved in your exercise's file and graded on real ranks in a
 # second or two. `%hint 06_zero3 ShardedParams` helps.
@@ -495,10 +495,10 @@ pd.DataFrame(table)
 # | reduction dtype | `communication_data_type` | `MixedPrecisionPolicy(reduce_dtype=...)` |
 # | `p.grad` | an object that knows the other parts | a `DTensor` |
 # | checkpoint | gathered, or each rank's part | each rank's `DTensor`, no communication |
-# | ranks on other paths | named by the roll call | hang, or the wrong weights |
+# | ranks on other paths | named by the roll call (section 6) | hang, or the wrong weights |
 #
 # A flat piece may end in the middle of a row, which an element-wise optimizer does not mind; pieces of whole rows suit
-# optimizers that look at a matrix, quantization by rows, and tensor parallelism.
+# optimizers that look at a matrix, quantization by rows, and tensor parallelism (chapters 10 and 11).
 #
 # **HSDP**, hybrid sharding (the first row), is chapter 1's two levels. Shard over the $S$ ranks of a node, and keep a
 # copy in each of $R$ nodes: gathers stay on the fast links, and between nodes goes one all-reduce of a gradient shard.

@@ -11,7 +11,8 @@
 # ## 1. The pain: the size of the device
 #
 # Training in bf16 with AdamW takes 16 bytes a parameter: 2 for the weight, 2 for its gradient, and 12 in fp32 for the
-# master weight and AdamW's two moments. Take devices of 80 GB, in a host with 512 GB of memory and an 8 TB disk:
+# master weight and AdamW's two moments, as its running means are also called. Take devices of 80 GB, in a host with 512
+# GB of memory and an 8 TB disk:
 
 # %%
 # %load_ext refimpl.notebook

@@ -79,8 +79,8 @@ class ColumnLinear(nn.Module):
     layer = ColumnLinear(nn.Linear(K, M), group)
     y = layer(x)                                  # x [.., K], equal on all ranks -> [.., M/N]
 
-    weight [M/N, K] and bias [M/N], or None, are its only parameters, with dtype and
-    requires_grad of the plain ones.
+    weight [M/N, K] and bias [M/N], or None, are its only parameters, in memory of their own,
+    with dtype and requires_grad of the plain ones.
     """
 
     def __init__(self, plain: nn.Linear, group: Group) -> None:

@@ -35,6 +35,8 @@ def test_assign_buckets(answer: Answer, group: WatchedGroup) -> None:
         of_lists = isinstance(buckets, list) and all(isinstance(bucket, list) for bucket in buckets)
         of_params = of_lists and all(isinstance(p, nn.Parameter) for bucket in buckets for p in bucket)
         require(of_params, "the result is no list of lists of parameters")
+        strange = "a bucket holds a parameter that is not among params: is a list kept from the call before?"
+        require(all(p in number for bucket in buckets for p in bucket), strange)
         found = [[number[p] for p in bucket] for bucket in buckets]
         if found == expected:
             continue

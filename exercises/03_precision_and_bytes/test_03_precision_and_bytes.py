@@ -22,8 +22,10 @@ def test_sum_in_fp32(answer: Answer, group: WatchedGroup) -> None:
     order = torch.tensor([-(2.0**30), 0.0, 2.0**30, 1.0]).view(4, 1)  # exact in row order alone
     ones = torch.ones(8, 2)  # as torch.sum adds them, 1 is lost beside 2^30, which row 1 takes away again
     ones[0], ones[1] = -(2.0**30), 2.0**30
+    exact = torch.tensor([[1.0], [2.0], [4.0]])  # where no rounding hides that one is missing
     for dtype in (torch.bfloat16, torch.float16):
         for rows in (
+            exact,
             small * (1 if dtype == torch.bfloat16 else 8),
             many,
             *([order, ones] if dtype == torch.bfloat16 else []),
@@ -35,6 +37,8 @@ def test_sum_in_fp32(answer: Answer, group: WatchedGroup) -> None:
             for row in low[1:]:
                 rounded += row
             known = {f"each addition is rounded to {dtype}: keep the running sum in fp32": rounded}
+            if rows is exact:
+                known = {f"row {i} is missing": (low.sum(0) - row) for i, row in enumerate(low)}
             if rows is order:
                 known = {
                     "in row order nothing is lost here: add row 0, then row 1, and so on": torch.zeros_like(expected)
@@ -62,7 +66,8 @@ def test_overflowed(answer: Answer, group: WatchedGroup) -> None:
         *((rank, nan, 1) for rank in range(group.size)),
     ):
         where = f"{value} in gradient {place} of 3 on rank {bad}"
-        case(where if bad is not None else f"all finite, {value:g} at the most")
+        none = "" if bad == 1 else "; rank 1 has no gradients"
+        case((where if bad is not None else f"all finite, {value:g} at the most") + none)
         grads = [torch.ones(3), torch.ones(2, 2), torch.full((4,), value if bad is None else 1.0)]
         grads = grads if group.rank != 1 or bad == 1 else []
         if group.rank == bad:
@@ -158,6 +163,10 @@ def judge_norm(found: object, norm: float, scale: float, limit: float, raw: list
             float(g.double().norm()) for g in raw
         ),
         "the root is missing": norm**2,
+        "it is the sum of magnitudes: an L2 norm is the root of the sum of squares": sum(
+            float(g.double().abs().sum()) for g in raw
+        ),
+        "it is multiplied by the scale: the gradients are those of loss x scale, so divide": norm * scale**2,
         "it is inf: a square was too large: square and add in fp64": math.inf,
     }
     tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in known.items()}
@@ -271,8 +280,8 @@ def judge_memory(master: object, params: list[nn.Parameter], dtype: torch.dtype)
     for p, m in zip(params, masters, strict=True):
         require(m.dtype == torch.float32, f"a master is {m.dtype}, expected torch.float32")
         require(p.dtype == dtype, f"a parameter became {p.dtype}, expected {dtype}")
-        for whose, grad in (("a master", m.grad), ("a parameter", p.grad)):
-            require(grad is None, f"{whose} keeps its gradient after the step: set .grad to None")
+        for whose, grad in (("a master", m.grad), ("a parameter of the model", p.grad)):
+            require(grad is None, f"{whose} keeps its gradient after the step: set the .grad of both to None")
     for state in optimizer.state.values():
         for name, t in state.items():
             require(t.dtype == torch.float32, f"the optimizer's {name} is {t.dtype}: it must update the fp32 masters")

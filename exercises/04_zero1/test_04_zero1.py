@@ -173,6 +173,7 @@ def train(answer: Answer, group: WatchedGroup, make: Make, dtype: torch.dtype) -
         all_done(watched, "step")
         shard = padded // group.size
         state = judge_state(sharded, shard, dtype)
+        judge_place(sharded, trained[0], shard * group.rank)
         judge_padding(sharded, shard, min(shard, max(0, shard * (group.rank + 1) - numel)))
         if dtype == F32:
             history.append(weights(model))
@@ -241,6 +242,15 @@ def judge_state(sharded: object, shard: int, dtype: torch.dtype) -> int:
     room = dtype.itemsize * shard * len(kept)
     require(alive <= room, f"the state keeps {alive} bytes alive, its elements are {room}: is it a view?", evidence)
     return alive
+
+
+def judge_place(sharded: Any, first: nn.Parameter, begin: int) -> None:
+    """The shard lies where this rank's elements of the buffer are; one in memory of its own is told by the weights."""
+    mine = sharded.optimizer.param_groups[0]["params"][0]
+    if mine.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
+        at = mine.storage_offset()
+        own = "rank r has the r-th of N, S elements each"
+        require(at == begin, f"this rank's shard begins at element {at} of the buffer, expected {begin}: {own}")
 
 
 def judge_padding(sharded: Any, shard: int, padding: int) -> None:

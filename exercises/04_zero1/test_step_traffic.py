@@ -52,6 +52,8 @@ def judge_traffic(
         *evidence,
     )
     for op, (calls, sent) in expected.items():
+        pair = isinstance(found[op], tuple | list) and len(found[op]) == 2
+        require(pair, f"{op} has {found[op]!r}, expected (calls, bytes)", *evidence)
         mine_calls, mine = found[op]
         require(isinstance(mine, int), f"{mine!r} bytes by {op}: bytes are whole numbers, divide by //", *evidence)
         require(mine_calls == calls, f"{mine_calls} calls of {op}, the ledger counts {calls}: one a bucket", *evidence)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from refimpl.comm.work import Work
-from refimpl.grading.compare import by_users, first_divergence, require
+from refimpl.grading.compare import a_tensor, by_users, first_divergence, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, own_memory
 from refimpl.grading.rank import Answer, case
@@ -89,12 +89,21 @@ def test_GradientShards(answer: Answer, group: WatchedGroup) -> None:
     freed(answer, group)
 
 
+def new_shards(answer: Answer, model: nn.Module, group: WatchedGroup, limit: int) -> Any:
+    gradients = answer.GradientShards(model, group, limit)
+    shards = getattr(gradients, "shards", {})
+    kind = f"self.shards is a {type(shards).__name__}, expected a dict: bucket number -> shard"
+    require(isinstance(shards, dict), kind)
+    require(not shards, "a new GradientShards has shards already: are they kept in the class, not in self?")
+    return gradients
+
+
 def train(answer: Answer, group: WatchedGroup, limit: int, parts: int, dtype: torch.dtype = torch.float32) -> None:
     watched, model = group.fresh(), Net().to(dtype)
     buckets, names = layout(group, limit)
     mark_gradients(model, watched.ledger)
     kept = Kept(watched)
-    gradients = answer.GradientShards(model, watched, limit)
+    gradients = new_shards(answer, model, watched, limit)
     for step in range(2):
         watched.ledger.reset()
         for part in range(parts):
@@ -163,8 +172,9 @@ def judge_shards(group: WatchedGroup, shards: dict[int, Tensor], buckets: list[B
         size = -(-packed(bucket) // group.size)
         shard = shards[number]
         what = f"shards[{number}]"
+        a_tensor(shard, what)
         require(
-            isinstance(shard, Tensor) and shard.numel() == size,
+            shard.numel() == size,
             f"{what} has not {size} elements, which is 1/{group.size} of {packed(bucket)}, rounded up",
         )
         require(shard.dtype == dtype, f"{what} has dtype {shard.dtype}, and the gradients have {dtype}")
@@ -217,7 +227,7 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
     """In every backward."""
     watched, model = group.fresh(), Net()
     mark_gradients(model, watched.ledger)
-    gradients = answer.GradientShards(model, watched, LIMIT)
+    gradients = new_shards(answer, model, watched, LIMIT)
     for backward in ("first", "second"):
         case(f"buckets of {LIMIT} elements: do they travel inside the {backward} backward?")
         watched.ledger.reset()
@@ -230,7 +240,7 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
 def out_of_turn(answer: Answer, group: WatchedGroup) -> None:
     """One gradient can make two buckets ready to go."""
     watched, layers = group.fresh(), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-    gradients = answer.GradientShards(layers, watched, 30)
+    gradients = new_shards(answer, layers, watched, 30)
     layers[0](torch.tanh(layers[1](torch.ones(2, 5)))).sum().backward()
     sent = watched.ledger.calls().get("reduce_scatter", 0)
     gradients.finish()
@@ -288,7 +298,7 @@ def freed(answer: Answer, group: WatchedGroup) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(look)
     waits = gradients_at_each_wait(model, watched)
-    gradients = answer.GradientShards(model, watched, size)
+    gradients = new_shards(answer, model, watched, size)
     meter = MemoryMeter(lambda: {"not its own": [*model.parameters(), *watched.scratch()]})
     total = model(torch.ones(1, 30)).sum()
     with meter:

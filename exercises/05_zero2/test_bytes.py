@@ -47,13 +47,16 @@ def test_accumulated_bytes(answer: Answer, group: WatchedGroup) -> None:
                 f"  found    {found}",
             ]
             require(isinstance(found, dict), f"the result is {found!r}, expected a dict", *evidence)
-            judge_bytes(found, counted, name, len(batches), evidence)
+            judge_bytes(found, counted, name, len(batches), evidence, samples, room)
     case("64 ranks: zero2, 640 parameters of 2 bytes, one backward")
     chunks = dict.fromkeys(("reduce_scatter", "all_gather"), 63 * 10 * 2)  # to each other rank a chunk of 10
-    judge_bytes(answer.accumulated_bytes("zero2", 640, 64, 2, 3, 4), chunks, "zero2", 1, [])
+    judge_bytes(answer.accumulated_bytes("zero2", 640, 64, 2, 3, 4), chunks, "zero2", 1, [], 3, 4)
 
 
-def judge_bytes(found: dict[str, int], counted: dict[str, int], name: str, backwards: int, evidence: list[str]) -> None:
+def judge_bytes(
+    found: dict[str, int], counted: dict[str, int], name: str, backwards: int, evidence: list[str], samples: int,
+    room: int,
+) -> None:  # fmt: skip
     require(found.keys() == counted.keys(), f"{name} sends with {' and '.join(counted)} only", *evidence)
     for op, sent in counted.items():
         why = ""
@@ -61,6 +64,12 @@ def judge_bytes(found: dict[str, int], counted: dict[str, int], name: str, backw
             why = f": {name} sends with each of {backwards} backwards"
         elif found[op] == sent * backwards:
             why = f": {name} does this once a step, not with each backward"
+        elif op == "all_reduce" and 2 * found[op] == sent:
+            why = ": exactly half, and an all-reduce has two halves"
+        elif name == "zero2" and found[op] * backwards == sent * samples > sent:
+            why = f": that is with each of {samples} samples, and a backward takes {room} at once"
+        elif name == "zero2" and found[op] * backwards == sent * (samples // room + 1) > sent:
+            why = f": one backward too many: {samples} samples, {room} at once, are {backwards}"
         elif op == "reduce_scatter" and found[op] < sent:
             why = ": does the last micro-batch, which is not full, count too?"
         elif found[op] == 2 * sent:
@@ -90,6 +99,11 @@ def test_peak_gradient_bytes(answer: Answer, group: WatchedGroup) -> None:
                 "that is what stays in the end: a bucket that travels is larger than its shard": shards,
                 "that is all shards and the largest bucket: are all shards there when it travels?": shards
                 + max(padded),
+                "padding takes memory too: of the flat buffer, and of the shard": max(
+                    sum(padded[: i + 1]) // ranks + n for i, n in enumerate(buckets)
+                ),
+                "the shards of the buckets before stay": max(p // ranks + p for p in padded),
+                "that is all buckets at once: each goes before the next begins": shards + sum(padded),
             }
             why = next((k for k, v in known.items() if v * dtype.itemsize == found), "")
             raise Wrong(f"{found} bytes, counted {expected}" + (f": {why}" if why else ""), *story)

@@ -209,6 +209,9 @@ def judge_gradients(
     missing = [name for name, m in owners.items() if m not in grads]
     require(not missing, f"step {step}: self.grads has no entry for module {', '.join(missing)}")
     for name, m in owners.items():
+        size = -(-sum(p.numel() for p in m.parameters(recurse=False)) // group.size)
+        shard = f"step {step}: self.grads of {name} has {grads[m].numel()} elements, and a shard {size}: keep your own"
+        require(grads[m].numel() == size, shard)
         own_memory(grads[m], f"self.grads of {name}", "reduce-scatter into a tensor of its own")
         dtype = next(plain.parameters()).dtype
         advice = (

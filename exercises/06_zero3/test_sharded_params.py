@@ -58,6 +58,7 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
     known = {"it is cut from this rank's own values: take rank 0's": of_ranks[group.rank], **stored}
     known |= {f"it is cut from rank {r}'s values: take rank 0's": of_ranks[r] for r in range(1, group.size)}
     known = {sentence: whole.view(group.size, shard)[group.rank] for sentence, whole in known.items()}
+    known |= {f"it is shard {r}, and rank r has the r-th": t for r, t in enumerate(padded.view(group.size, shard))}
     judge_shard(unit, padded.view(group.size, shard)[group.rank], known)
     buffer, filled = unit.full, places(watched, "all_gather", "out")
     for again in range(2):
@@ -65,6 +66,8 @@ def gather_and_free(answer: Answer, group: WatchedGroup, dtype: torch.dtype) -> 
         watched.ledger.reset()
         unit.gather()
         all_done(watched, "gather")
+        nothing = "gather() after free() does nothing: does free() leave word that the parameters are whole?"
+        require(watched.ledger.calls() or not again, nothing)
         straight = filled[-1:] == [unit.full.data_ptr()]
         require(straight, "gather() fills another buffer than self.full, as large, and copies: gather into self.full")
         for i, (p, t) in enumerate(zip(params, truth, strict=True)):

@@ -19,6 +19,7 @@ from refimpl.zero.zero3 import Zero3
 @on_ranks(3, 2)  # 3 first: with 2, a class that is not sharded and fp32 in place of 16 bits are the same factor
 def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
     plain, turned = (8, 40, 16, 24, 8, 8), (64, 8, 8, 24, 40, 8)  # turned: where the order of backward shows
+    cases: list[tuple[list[int], int, int, dict[str, int]]] = []
     for widths, dtype, budgets in (
         (plain, torch.float32, (0, 300, 600, 700, 1500, 100_000)),
         (plain, torch.bfloat16, (0, 1000)),
@@ -30,10 +31,15 @@ def test_zero3_bytes(answer: Answer, group: WatchedGroup) -> None:
                 units, counted = count(group.oracle(), widths, dtype, budget)
             with untouched(units=units):
                 found = answer.zero3_bytes(units, group.size, dtype.itemsize, budget)
-            if dtype.itemsize * budget and found != counted:
-                as_bytes = answer.zero3_bytes(units, group.size, dtype.itemsize, budget * dtype.itemsize)
-                require(as_bytes != counted, "the budget counts elements, and you compare it with bytes")
+            cases.append((units, dtype.itemsize, budget, counted))
+            if budget and found != counted:
+                right = all(answer.zero3_bytes(u, group.size, i, b * i) == told for u, i, b, told in cases)
+                require(not right, "the budget counts elements, and you compare it with bytes")
             judge_bytes(found, counted, units, group.size, dtype.itemsize, budget)
+    case("units [4, 8, 4], fp64, 2 ranks, budget 0")
+    found, expected = answer.zero3_bytes([4, 8, 4], 2, 8, 0), {"kept": 8 * (8 + 8 + 8), "gathered": 8 * 8}
+    own = "the weight and its gradient have 8 bytes here, AdamW's numbers 4 each, and fp64 needs no masters"
+    require(found == expected, f"{found}, expected {expected}: {own}")
     for ranks in (16, 64):
         units = [ranks * n for n in (3, 5, 2)]
         case(f"units {units}, bf16, budget {4 * ranks}")
@@ -82,6 +88,7 @@ def judge_bytes(
                 shared * (2 * itemsize + 12): "beside fp32 parameters there are none that are masters",
             },
             "gathered": {
+                sent // itemsize: "these are elements: times `itemsize`",
                 sent * 4 // itemsize: "an element has `itemsize` bytes, here 2",
                 sum(units) * itemsize: "that is the whole model: units are freed after use",
                 units[0] * itemsize: "that is what is whole at the end of backward: the most of all uses is asked",

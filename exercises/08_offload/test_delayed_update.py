@@ -109,7 +109,10 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     late, gate = made(answer, net)
     for step in range(STEPS):
         forward_and_backward(net, gate, step)
+        theirs = [name for name, p in net.named_parameters() if p.grad is not None]
         late.step()
+        gone = [name for name in theirs if net.get_parameter(name).grad is None]
+        require(not gone, f"step() has taken the .grad of {', '.join(gone[:3])}: the caller's, who sets them to None")
         gate.started[step].wait(PATIENCE)
         judge_grads(late, net)
         net.zero_grad()

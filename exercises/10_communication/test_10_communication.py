@@ -11,6 +11,7 @@ from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Largest, in_place, own_memory, untouched
 from refimpl.grading.rank import Answer, case
 from refimpl.grading.traffic import WatchedGroup
+from refimpl.grading.undefined import NoInteger
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -117,7 +118,7 @@ def test_quantize_blocks(answer: Answer, group: WatchedGroup) -> None:
             x[32:48] *= 1e-12
         if n % block:
             x[n // block * block :] *= 1e-9  # what stands behind x must not count
-        with untouched(x=x), Largest() as made:
+        with untouched(x=x), Largest() as made, NoInteger():
             q, scales = pair(answer.quantize_blocks(x, block), "q, scales")
         judge_blocks(q, scales, x, block)
         room = max(-(-n // block) * block, 64)

@@ -127,9 +127,11 @@ def made(make: Callable[..., Any], how: How, group: WatchedGroup, dim: int) -> A
     kept, plain = Kept(group), plain_linear(*how)
     with untouched(**{f"plain.{name}": p for name, p in plain.named_parameters()}):
         layer = make(plain, group)
-    del plain
     require(isinstance(layer, nn.Module), f"the layer is a {type(layer).__name__}, expected an nn.Module")
     found = dict(layer.named_parameters())
+    theirs = {p.untyped_storage().data_ptr() for p in plain.parameters()}
+    lent = [name for name, p in found.items() if p.untyped_storage().data_ptr() in theirs]
+    del plain
     require(
         sorted(found) == sorted(expected),
         f"the layer's parameters are {sorted(found)}, expected {sorted(expected)}: a part each, as nn.Parameter",
@@ -139,6 +141,7 @@ def made(make: Callable[..., Any], how: How, group: WatchedGroup, dim: int) -> A
         equal(found[name].detach(), t, f"this rank's {name}", known=in_turn(how, name, dim, group))
         same = found[name].requires_grad == (name != how[4])
         require(same, f"the {name}'s requires_grad is not as in the plain layer: what is frozen there stays frozen")
+    require(not lent, f"the {' and the '.join(lent)} is the plain layer's own, which then learns too: clone it")
     kept.judge(room, "the layer", "its own parts alone may stay, not the plain layer or its weights")
     silent(group, "making the layer", "every rank has the plain layer already")
     uneven = nn.Linear(7, 13) if dim == 0 else nn.Linear(13, 7)

@@ -125,6 +125,8 @@ def run(stage: Any, scene: Scene, order: Sequence[Op], kept: Kept) -> None:
             del scene.buffers[k]
         judge_begun(stage.group, kind, scene)
     stage.finish()
+    over = "after finish() self.sending still holds sends that are over: let go of them, the next step begins anew"
+    require(not getattr(stage, "sending", None), over)
 
 
 def judge_apart(answer: Answer, group: WatchedGroup) -> None:

@@ -132,14 +132,15 @@ def _laid(t: torch.Tensor, beside: bool, room: int = 0) -> torch.Tensor:
 
 def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: float, BM: int, BN: int) -> None:
     def attention(
-        causal: bool = True, scale: float = scale, interleaved: bool = False, first: int = 1, largest: bool = False,
-        step: int = 1, hidden: float = -math.inf, q: Any = q,
+        causal: bool = True, scale: float = scale, reads: list[int] | None = None, first: int = 1,
+        largest: bool = False, step: int = 1, hidden: float = -math.inf, q: Any = q,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """`first`: the first key that is hidden, from the query's own on. largest: the largest score, not lse. step:
-        so many keys are hidden together, or seen. hidden: what hides them, in blocks up to the diagonal.
+        """reads: the key head of each query head. `first`: the first key that is hidden, from the query's own on.
+        largest: the largest score, not lse. step: so many keys are hidden together, or seen. hidden: what hides them,
+        in blocks up to the diagonal.
         """
         keys = [t.double() for t in (k, v)]
-        heads = [torch.cat([t] * share) if interleaved else t.repeat_interleave(share, 0) for t in keys]
+        heads = [t[reads] if reads else t.repeat_interleave(share, 0) for t in keys]
         scores = q.double() @ heads[0].transpose(1, 2) * scale
         if causal:
             token = torch.arange(scores.shape[-1])
@@ -150,19 +151,29 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
         return (scores.softmax(-1) @ heads[1]).to(out.dtype), sums
 
     bound = {"rtol": 2e-3, "atol": 5e-4} if out.dtype == torch.float16 else {"rtol": 1e-4, "atol": 2e-5}
-    wanted, sums = attention()
+    (wanted, sums), largest = attention(), attention(largest=True)[1]
     known = {
-        "the result so far is not rescaled when the maximum grows": _unscaled(q, k, v, share, scale, BN).to(out.dtype),
-        "divided by the sum so far in each block: divide the result once, at the end": _divided(
-            q, k, v, share, scale, BN
-        ).to(out.dtype),
+        said: _slipped(q, k, v, share, scale, BN, slip).to(out.dtype)
+        for slip, said in (
+            ("result", "the result so far is not rescaled when the maximum grows"),
+            ("sum", "the sum so far is not rescaled when the maximum grows"),
+            ("divided", "divided by the sum so far in each block: divide the result once, at the end"),
+            ("undivided", "the result is not divided by the sum, at the end"),
+        )
+    } | {
         "not causal: a query sees keys that come after it": attention(causal=False)[0],
         "a query sees its own key too: keys after it are hidden": attention(first=0)[0],
         "whole blocks of keys are hidden, and keys in the last one are not": attention(step=BN)[0],
         "a number hides keys, and a query has scores below it: hide them by -inf": attention(hidden=-1e4)[0],
         "scale is not applied to the scores": attention(scale=1.0)[0],
         "scale is an argument, and need not be 1 / sqrt(D)": attention(scale=q.shape[-1] ** -0.5)[0],
-        "query head h must read key head h // group, not h % (number of key heads)": attention(interleaved=True)[0],
+        "exp2 is 2 to the power: scores times log2(e) first, or exp": attention(scale=scale * math.log(2))[0],
+        "query head h must read key head h // group, not h % group": attention(
+            reads=[min(h % share, len(k) - 1) for h in range(len(q))]
+        )[0],
+        "query head h must read key head h // group, not h % (number of key heads)": attention(
+            reads=[h % len(k) for h in range(len(q))]
+        )[0],
     }
     require(
         out.isfinite().all() or not wanted.isfinite().all() or out.dtype != torch.float16,
@@ -177,39 +188,28 @@ def _compare(q: Any, k: Any, v: Any, out: Any, lse: Any, share: int, scale: floa
         "q is scaled in 16 bits: scale the scores, which are fp32": attention(
             scale=1.0, q=q * torch.tensor(scale, dtype=q.dtype)
         )[1],
-        "the maximum was subtracted from the scores, and is missing in lse": sums - attention(largest=True)[1],
+        "the maximum was subtracted from the scores, and is missing in lse": sums - largest,
+        "the logarithm of the sum is missing: lse is the maximum + log(sum)": largest + (sums - largest).exp(),
     }
     equal(lse, sums.float(), "lse", known=lse_known, rtol=1e-5, atol=1e-4)
 
 
-def _unscaled(q: Any, k: Any, v: Any, share: int, scale: float, BN: int) -> torch.Tensor:
-    """Attention whose sum is right, and whose result keeps each block's weights relative to the maximum until then."""
-    T = q.shape[1]
-    keys, values = (t.double().repeat_interleave(share, 0) for t in (k, v))
-    later = torch.ones(T, T, dtype=torch.bool).triu(1)
-    scores = (q.double() @ keys.transpose(1, 2) * scale).masked_fill(later, -math.inf)
-    tops, result = scores.cummax(-1).values, 0
-    for start in range(0, T, BN):
-        part = slice(start, start + BN)
-        weights = (scores[..., part] - tops[..., part][..., -1:]).exp()
-        result = result + weights @ values[:, part]
-    return result / (scores - tops[..., -1:]).exp().sum(-1, True)
-
-
-def _divided(q: Any, k: Any, v: Any, share: int, scale: float, BN: int) -> torch.Tensor:
-    """Attention whose weights are divided by the sum so far in each block, and its result never again."""
+def _slipped(q: Any, k: Any, v: Any, share: int, scale: float, BN: int, slip: str) -> torch.Tensor:
+    """Attention block by block, in which `result` or `sum` keeps its scale when the maximum grows, the weights are
+    `divided` by the sum so far in each block, or nothing is divided at all.
+    """
     T = q.shape[1]
     keys, values = (t.double().repeat_interleave(share, 0) for t in (k, v))
     later = torch.ones(T, T, dtype=torch.bool).triu(1)
     scores = (q.double() @ keys.transpose(1, 2) * scale).masked_fill(later, -math.inf)
     top, total, result = scores[..., :1] - math.inf, torch.zeros(()), torch.zeros(())
-    for part in scores.split(BN, -1):
+    for part, rows in zip(scores.split(BN, -1), values.split(BN, 1), strict=True):
         new = torch.maximum(top, part.amax(-1, True))
         weights, shrink = (part - new).exp(), (top - new).exp()
-        total, top = total * shrink + weights.sum(-1, True), new
-        result = result * shrink + weights / total @ values[:, : part.shape[-1]]
-        values = values[:, part.shape[-1] :]
-    return result
+        total, top = total * (1 if slip == "sum" else shrink) + weights.sum(-1, True), new
+        weights = weights / total if slip == "divided" else weights
+        result = result * (1 if slip == "result" else shrink) + weights @ rows
+    return result / total if slip in ("result", "sum") else result
 
 
 def _costs(c: Any, q: Any, k: Any, out: Any, lse: Any, T: int, heads: int, D: int, BM: int, BN: int) -> None:

@@ -48,6 +48,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     kernels.py     Triton kernels in the interpreter: bytes, products, lanes that leave their tensor, races
     probes.py      kernels of the graders' own
     traffic.py     WatchedGroup, transcripts
+    undefined.py   what C leaves open, made to be seen: the integer that NaN becomes
     late.py        what `async_op=True` begins ends when it is waited for; till then what is to be filled is NaN
     exchange.py    numbers that add exactly, what forward and backward sent
     drive.py       a disk that takes whole pages and does everything as late as it may

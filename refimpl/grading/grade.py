@@ -175,8 +175,8 @@ def explain(error: launch.RankError, exercise: Exercise, ranks: int, path: Path,
     if isinstance(wrong, Wrong):
         headline, details = wrong.headline, list(wrong.details)
     elif isinstance(error, launch.RankTimeout):
-        headline, details = hang(str(error), exercise, path, {rank: len(seen.calls[rank]) for rank in range(ranks)})
-        details += each_rank({rank: seen.calls[rank] for rank in range(ranks)})
+        headline, details = hang(str(error), exercise, path, {rank: seen.calls[rank] for rank in range(ranks)})
+        details += each_rank({rank: seen.calls[rank] for rank in range(ranks)}) if ranks > 1 else []
     elif isinstance(error, launch.RankDied) and "SIGABRT" in str(error):
         headline = f"{exercise.task}: ranks called different collectives, or one with buffers of different lengths"
         details = [f"{error}: gloo cannot continue", *each_rank({rank: seen.calls[rank] for rank in range(ranks)})]
@@ -189,7 +189,7 @@ def explain(error: launch.RankError, exercise: Exercise, ranks: int, path: Path,
     return "\n".join([headline, place, *details, *seen.lines()])
 
 
-def hang(text: str, exercise: Exercise, path: Path, calls: dict[int, int]) -> tuple[str, list[str]]:
+def hang(text: str, exercise: Exercise, path: Path, calls: dict[int, list[str]]) -> tuple[str, list[str]]:
     """Where each rank stands, and what that means."""
     in_grader = exercise.check.__code__.co_filename
     lines = [re.sub(rf"( rank \d+) .*{re.escape(in_grader)}.*", r"\1 finished", s) for s in text.splitlines()[1:]]
@@ -207,10 +207,13 @@ def hang(text: str, exercise: Exercise, path: Path, calls: dict[int, int]) -> tu
         what = "hangs: every rank waits to receive, and none sends"
     elif waits == {"send"}:
         what = "hangs: every rank waits until its send is received, and none receives: use async_op=True"
+    elif waits == {"wait"} and all(mine[-1:] and mine[-1].startswith("send ") for mine in calls.values()):
+        what = "hangs: every rank waits for its send, and none has received yet: recv first, then wait()"
     elif len(waits) > 1:
         what = f"hangs: ranks wait in different collectives ({', '.join(sorted(waits))}): order and number must agree"
-    elif len(set(calls.values())) > 1:
-        fewer = " and ".join(str(rank) for rank, n in calls.items() if n < max(calls.values()))
+    elif len({len(mine) for mine in calls.values()}) > 1:
+        most = max(len(mine) for mine in calls.values())
+        fewer = " and ".join(str(rank) for rank, mine in calls.items() if len(mine) < most)
         what = f"hangs: rank {fewer} has called fewer collectives, and the others wait for the missing one"
     else:
         what = "hangs: the ranks wait for calls that do not fit together"

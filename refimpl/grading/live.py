@@ -61,13 +61,13 @@ def parts(source: str) -> Iterator[tuple[str, str]]:
 def write_into(source: str, cell: str, task: str) -> str:
     """The file `source` with what the notebook's cell defines: definitions of a name replace those of that name.
 
-    What else the cell says (imports, helpers) goes before the task, unless it stands there already. SyntaxError if one
-    of them is not Python, ValueError if the cell does not define the task.
+    What else the cell says (imports, helpers) goes before the task, unless it stands there already; what only tries the
+    task is left out. SyntaxError if one of them is not Python, ValueError if the cell does not define the task.
     """
-    mine, tree = ast.parse(cell), ast.parse(source)
-    names = {n.name for n in mine.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    if task not in names:
-        raise ValueError(f"the cell defines {', '.join(sorted(names)) or 'nothing'}, not {task}")
+    mine, tree, tried = ast.parse(cell), ast.parse(source), {text for _, text in try_outs(cell, task)}
+    last = {n.name: n for n in mine.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}  # of a name, as in Python
+    if task not in last:
+        raise ValueError(f"the cell defines {', '.join(sorted(last)) or 'nothing'}, not {task}")
     known = {ast.dump(node) for node in tree.body}
     lines = source.splitlines()
     fresh: list[str] = []
@@ -75,9 +75,11 @@ def write_into(source: str, cell: str, task: str) -> str:
     replaced: list[tuple[ast.stmt, str]] = []
     for node in mine.body:
         text = segment(cell, node)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and last[node.name] is not node:
+            continue
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in places:
             replaced.append((places[node.name], text))
-        elif ast.dump(node) not in known:
+        elif ast.dump(node) not in known and text not in tried:
             fresh.append(text)
     at = first_line(places[task]) - 1 if task in places else len(lines)
     for old, text in sorted(replaced, key=lambda pair: -first_line(pair[0])):
@@ -87,6 +89,21 @@ def write_into(source: str, cell: str, task: str) -> str:
     if task not in places:
         lines += ["", "", *fresh, "", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def try_outs(cell: str, task: str) -> list[tuple[int, str]]:
+    """What stands behind the task in its cell and only tries it, e.g. a print: (line, text). A file would run it with
+    every import, before the task is there.
+    """
+    found, is_there = [], False
+    for node in ast.parse(cell).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+            is_there |= getattr(node, "name", "") == task
+        elif is_there:
+            uses = any(isinstance(n, ast.Name) and n.id == task for n in ast.walk(node))
+            if uses or isinstance(node, ast.Expr | ast.Assert):
+                found.append((node.lineno, segment(cell, node)))
+    return found
 
 
 def segment(source: str, node: ast.stmt) -> str:

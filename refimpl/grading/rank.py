@@ -1,5 +1,6 @@
 """In a rank: load the answer, call its grader, and put whatever goes wrong into the learner's terms."""
 
+import ast
 import bdb
 import gc
 import linecache
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from refimpl import launch
 from refimpl.comm.group import Group
 from refimpl.grading.calls import Calls
-from refimpl.grading.chapters import import_file
+from refimpl.grading.chapters import import_file, is_stub, parsed
 from refimpl.grading.compare import WORK, Todo, Wrong, WrongFile
 from refimpl.grading.kernels import interpret
 from refimpl.grading.process import Process
@@ -39,6 +40,19 @@ NO_TRITON = (
 )
 NO_KEYBOARD = "asks for the keyboard (breakpoint, input), which a rank has not got: print, and the report shows it"
 NO_MEMORY = "a parameter is used while it has no memory: gather its unit before each forward and each backward"
+REFUSED = {  # words of a refusal -> what they mean to who has not read torch's, or the group's, source
+    "argsort() takes from 1 to 0 positional arguments": [
+        "Beside stable=, torch wants the dimension by its name: x.argsort(dim=1, descending=True, stable=True)."
+    ],
+    "ranks cannot share equally: give splits": [
+        "Rows are along the first dimension, and each rank gets as many: is x cut into a chunk a rank, all as long, "
+        "and do the ranks come first? Splits are for what is uneven by its nature."
+    ],
+    "and the splits are": [
+        "in_splits: how many rows of x go to each rank; out_splits: how many rows of out come from each. N numbers, "
+        "which add up to all rows."
+    ],
+}
 FRAMES = 3  # of the learner's own lines shown for an exception
 
 
@@ -73,9 +87,18 @@ def grade_here(check: Check, path: Path, task: str) -> None:
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]  # torch raises NotImplementedError too
         if type(error) is NotImplementedError and last.filename == str(path) and str(last.line).startswith("raise"):
-            raise Todo(f"{error or task} is not written yet") from error
+            raise still_to_write(path, last.lineno or 0, str(error) or task) from error
         raise explained(error, path, task, left_set(process)) from error
     process.reset()  # this rank goes on; after an error it is replaced
+
+
+def still_to_write(path: Path, line: int, name: str) -> Wrong:
+    """What a `raise NotImplementedError` in that line means: nothing is written, or the line was left in."""
+    functions = [f for f in ast.walk(parsed(path.read_text())) if isinstance(f, ast.FunctionDef)]
+    around = [f for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
+    if all(is_stub(f) for f in around):
+        return Todo(f"{name} is not written yet")
+    return Wrong(f"{name} comes to its `raise NotImplementedError`, line {line}: take that line out")
 
 
 def left_set(process: Process) -> list[str]:
@@ -119,7 +142,7 @@ def explained(error: BaseException, path: Path, task: str, left: Sequence[str] =
 
 
 def _advice(error: BaseException, line: str) -> list[str]:
-    """What to do about a name that is none, or about a group taken for one of torch.distributed."""
+    """What to do about a name that is none, a gradient that is not there, or a call that group or torch refuses."""
     if isinstance(error, NameError) and error.name:
         return [f"Nothing is called `{error.name}` there: is it misspelt, or is its import missing?"]
     text = str(error)
@@ -129,7 +152,11 @@ def _advice(error: BaseException, line: str) -> list[str]:
         return ["group.rank and group.size are numbers, without ()."]
     if "'WatchedGroup' object has no attribute" in text:
         return ["`group` has `rank`, `size`, and the calls that the head of this file lists."]
-    return []
+    if re.search(r"\.(send|recv)\(", line) and re.search("Boolean value of Tensor|required positional argument", text):
+        return ["group.send(x, to) and group.recv(x, source): first the tensor, which recv fills, then the rank."]
+    if ".grad" in line and "'NoneType' object has no attribute" in text:
+        return ["A `.grad` is None there: it is not complete yet, has been let go of, or this rank has not used it."]
+    return next((said for words, said in REFUSED.items() if words in text), [])
 
 
 def not_python(error: SyntaxError, path: Path) -> WrongFile:

@@ -20,7 +20,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from refimpl.grading.chapters import Chapter, find_chapter, is_stub, unwritten
 from refimpl.grading.grade import Grader
 from refimpl.grading.hints import one_more
-from refimpl.grading.live import Live, write_into
+from refimpl.grading.live import Live, try_outs, write_into
 from refimpl.grading.stubs import stub
 from refimpl.grading.verdict import Verdict
 from refimpl.userdata import free_name, replace
@@ -45,22 +45,28 @@ class Tasks:
         return "\n".join(filter(None, [note, said(verdict, chapter)]))
 
     def save(self, chapter: Chapter, task: str, cell: str) -> str:
-        """Put the cell into the learner's file. Says where an answer that was there before is kept, if there was."""
-        path, note = chapter.exercise, ""
+        """Put the cell into the learner's file. Says what is left out, and where an answer from before is kept."""
+        path, notes = chapter.exercise, [left_out(*tried) for tried in try_outs(cell, task)]
         before = path.read_text() if path.exists() else stub(chapter.solution.read_text())
         after = write_into(before, cell, task)
         if path.exists() and after != before and self.written.get(path) != before and not unwritten(path, task):
             kept = free_name(path, "kept")
             kept.write_text(before)
-            note = f"{kept.name} keeps the answer that was there before"
+            notes.append(f"{kept.name} keeps the answer that was there before")
         replace(path, after)
         self.written[path] = after
-        return note
+        return "\n".join(notes)
+
+
+def left_out(line: int, text: str) -> str:
+    """`line` counts from the cell's first below the magic."""
+    first, why = text.splitlines()[0], "as it only tries the answer (do so in a cell of its own)"
+    return f"line {line + 1} is not saved, {why}: {first}"
 
 
 def asks(cell: str, task: str) -> bool:
     """Whether the cell has the task as the chapter gives it: nothing written yet."""
-    for node in ast.parse(cell).body:
+    for node in reversed(ast.parse(cell).body):  # of two with one name Python has the last
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == task:
             functions = [f for f in ast.walk(node) if isinstance(f, ast.FunctionDef)]
             return any(is_stub(f) for f in functions)

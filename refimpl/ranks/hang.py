@@ -15,6 +15,7 @@ import torch
 
 # Folders, with the slash behind them: torchvision does not lie in torch.
 TORCH, REFIMPL = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
+_TRITON = f"{Path(TORCH).parent}/triton/"  # beside torch, as both bring it: its interpreter runs the reader's kernels
 _COMM = f"{REFIMPL}comm/", f"{TORCH}distributed/"
 # What runs the reader's code, not the reader's: "<string>" is the fork server.
 _LAUNCHER = f"{REFIMPL}ranks/", f"{REFIMPL}grading/", "<string>"
@@ -34,7 +35,7 @@ class Frame(NamedTuple):
 
     @property
     def in_library(self) -> bool:
-        return in_stdlib(self.file) or self.in_comm or self.file.startswith((TORCH, *_LAUNCHER))
+        return in_stdlib(self.file) or self.in_comm or self.file.startswith((TORCH, _TRITON, *_LAUNCHER))
 
 
 def in_stdlib(file: str) -> bool:

@@ -43,6 +43,31 @@ FAULTS = {
         "return x * group.world_size",
         ["`group` has `rank`, `size`, and the calls that the head of this file lists"],
     ),
+    "a stable argsort along 0": (
+        "return x.argsort(0, descending=True, stable=True)",
+        ["torch wants the dimension by its name: x.argsort(dim="],
+    ),
+    "a gradient that is not there": ("return x.grad.reshape(-1)", ["A `.grad` is None there"]),
+    "an uneven all_to_all": (
+        "group.all_to_all(x.new_empty(3), x.new_ones(3))",
+        ["x has 3 rows, which 2 ranks cannot share equally", "is x cut into a chunk a rank", "Splits are for"],
+    ),
+    "splits that do not fit": (
+        "group.all_to_all(x.new_empty(3), x, in_splits=[2, 1], out_splits=[2, 1])",
+        ["in_splits: how many rows of x go to each rank"],
+    ),
+    "the rank before the tensor": (
+        "group.send(1 - group.rank, x)",
+        ["first the tensor, which recv fills, then the rank"],
+    ),
+    "what recv does not return": (
+        "return group.recv(1 - group.rank)",
+        ["first the tensor, which recv fills, then the rank"],
+    ),
+    "the stub's line left in": (
+        'x *= 2\nraise NotImplementedError("double")',
+        ["double comes to its `raise NotImplementedError`, line 6: take that line out"],
+    ),
     "no return": ("x * 2", ["the result is None: is there a `return`?"]),
     "wrong shape": ("return torch.cat([x, x])", ["has shape (4,), expected (2,)"]),
     "wrong dtype": ("return x.double() * 2", ["torch.float64, expected torch.float32"]),

@@ -7,7 +7,7 @@ import pytest
 
 from refimpl.grading.chapters import Chapter, project_folder
 from refimpl.grading.grade import Grader
-from refimpl.grading.live import Live, changed_tasks, write_into
+from refimpl.grading.live import Live, changed_tasks, try_outs, write_into
 from refimpl.grading.progress import Progress, bar
 from refimpl.grading.verdict import Verdict
 
@@ -65,6 +65,36 @@ def test_a_cell_replaces_two_definitions_of_other_lengths() -> None:
     names: dict[str, Callable[[], int]] = {}
     exec(write_into(FILE, cell, "first"), names)
     assert (names["first"](), names["second"]()) == (3, 2)
+
+
+def test_of_two_definitions_of_a_name_the_last_counts() -> None:
+    cell = "def first():\n    return 0\n\n\ndef mine():\n    return 1\n\n\ndef first():\n    return mine() + 1\n"
+    names: dict[str, Callable[[], int]] = {}
+    exec(write_into(FILE, cell, "first"), names)
+    assert names["first"]() == 2
+
+
+def test_what_only_tries_the_task_is_left_out() -> None:
+    cell = """torch.manual_seed(0)
+def first(x):
+    return helper(x) * FACTOR
+def helper(x):
+    return x
+FACTOR = 3
+print(first(1))
+assert helper(2) == 2
+for x in range(3):
+    first(x)
+got = first(2)
+"""
+    assert [line for line, _ in try_outs(cell, "first")] == [7, 8, 9, 11]
+    after = write_into(FILE, cell, "first")
+    names: dict[str, Callable[[int], int]] = {}
+    exec(after, names)
+    assert names["first"](2) == 6
+    assert "manual_seed" in after
+    assert "print" not in after
+    assert "got" not in after
 
 
 def test_a_cell_brings_a_task_that_the_file_lost() -> None:

@@ -62,6 +62,21 @@ def test_an_answer_is_saved_graded_and_can_be_mended(
     assert not list(project.glob("exercise.kept-*")), "its own answer is replaced, not kept"
 
 
+def test_the_stub_above_the_answer_does_no_harm(cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+    above = 'def ring_all_gather(group, x):\n    raise NotImplementedError("ring_all_gather")\n\n\n'
+    cell(f"{NAME} ring_all_gather", above + ANSWER)
+    assert "every chunk is your own" in capsys.readouterr().out
+
+
+def test_what_only_tries_an_answer_is_not_saved(cell: Cell, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would run with each import of the file, above the answer, and every task of the chapter would fail by it."""
+    cell(f"{NAME} ring_all_gather", f"{ANSWER}print(ring_all_gather)\n")
+    out = capsys.readouterr().out
+    assert out.startswith("line 4 is not saved, as it only tries the answer (do so in a cell of its own): print(ring")
+    assert "every chunk is your own" in out
+    assert "print(" not in (project / "exercise.py").read_text()
+
+
 def test_a_stub_saves_nothing(cell: Cell, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (project / "exercise.py").read_text()
     cell(NAME + " ring_all_gather", "def ring_all_gather(group, x):\n    raise NotImplementedError\n")

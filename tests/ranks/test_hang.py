@@ -44,6 +44,14 @@ def test_a_stack_without_a_collective_computes(tmp_path: Path):
     assert hang.where(dump(f"{script}:2 step", f"{RANK}:4 run")) == f"computes at {script}:2: pass"
 
 
+def test_a_kernel_in_the_interpreter_stands_at_its_own_line(tmp_path: Path):
+    """Seen of a learner's endless loop: Triton's code was taken for where it stands."""
+    script, triton = tmp_path / "kernel.py", Path(hang.TORCH).with_name("triton")
+    script.write_text("top = tl.maximum(top, new)\n")
+    stack = dump(f"{triton}/language/core.py:9 maximum", f"{script}:1 kernel", f"{triton}/runtime/interpreter.py:3 run")
+    assert hang.where(stack) == f"computes at {script}:1: top = tl.maximum(top, new)"
+
+
 def test_a_loop_that_turns_has_no_line(tmp_path: Path):
     """Seen of a learner's endless loop: the caller, a grader, was taken for where it stands."""
     script, grader = tmp_path / "train.py", tmp_path / "grader.py"

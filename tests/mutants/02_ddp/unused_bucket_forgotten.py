@@ -1,7 +1,7 @@
 """A bucket with an unused parameter never fills, and finish() does not launch it.
 
 task: Ddp
-says: the gradient of inner.weight: wrong values
+says: the gradient of inner.weight: it is still this rank's own
 """
 
 
