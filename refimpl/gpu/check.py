@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from refimpl.gpu import libcuda
 from refimpl.gpu.report import Report, Result, why_none
 from refimpl.ranks.errors import signal_name
 
@@ -56,6 +57,8 @@ def run_part(name: str, device: str, seconds: float, out: Path, most: float | No
     settled["PYTHONFAULTHANDLER"] = "1"  # a crash says where
     compiled = str((out / "compiled").absolute())  # torch imports no optimizer where it cannot make its folder
     settled |= {"TRITON_CACHE_DIR": compiled, "TORCHINDUCTOR_CACHE_DIR": compiled}
+    if folder := libcuda.missed():
+        settled[libcuda.VARIABLE] = folder
     begun = time.monotonic()
     command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(begun + most), str(findings)]
     with log.open("w") as output:

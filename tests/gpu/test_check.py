@@ -14,6 +14,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -25,12 +26,12 @@ from refimpl.bench import comm, zero
 from refimpl.bench.kernels import Limits, Row
 from refimpl.comm.collectives import Op
 from refimpl.comm.work import Steps
-from refimpl.gpu import agreement, benches, part, sanitizers, timeline
+from refimpl.gpu import agreement, benches, libcuda, part, sanitizers, timeline
 from refimpl.gpu import races as hunt
 from refimpl.gpu.check import PARTS, TOTAL, check, folder_of, main, run_part
 from refimpl.gpu.machine import launcher_lacks
 from refimpl.gpu.part import Part
-from refimpl.gpu.report import Report, Result, driver, triton_version, why_none
+from refimpl.gpu.report import Report, Result, driver, triton_version, versions, why_none
 from refimpl.gpu.steady import waits_among
 from refimpl.gpu.timeline import kernels_of, length, merged
 from refimpl.gpu.twins import Twins
@@ -299,11 +300,56 @@ def test_whoever_ends_the_check_finds_a_report(end: signal.Signals, tmp_path: Pa
 def test_a_tool_that_does_not_work_here_says_nothing_of_ours(tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     found = []
-    for says in ("exit 0", "echo Device not supported; exit 9", "echo ERROR SUMMARY: 2 errors; exit 9"):
+    none, some = "echo ERROR SUMMARY: 0 errors; exit 1", "echo ERROR SUMMARY: 12 errors; exit 1"  # the steps' own code
+    own = "echo Internal Sanitizer Error: Device not supported; echo ERROR SUMMARY: 1 error; exit 9"
+    for says in (
+        "exit 0",
+        "echo Device not supported; exit 9",
+        "echo ERROR SUMMARY: 2 errors; exit 9",
+        none,
+        some,
+        own,
+    ):
         tool.write_text(f"#!/bin/sh\n{says}\n")
         tool.chmod(0o755)
         found.append(sanitizers._ran("memcheck", [str(tool)], [], CPU, 60, {}).passed)
-    assert found == [True, None, False]
+    assert found == [True, None, False, None, False, None]
+
+
+def test_a_profiler_that_sees_no_kernel_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUPTI does not work in every container."""
+    monkeypatch.setattr(timeline, "profile", MagicMock())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    stage, group = MagicMock(), SimpleNamespace(rank=0, device=torch.device("cuda"))
+    monkeypatch.setattr(Workload, "stage", lambda *_, **__: stage)
+    monkeypatch.setattr(Workload, "step", lambda *_: None)
+    monkeypatch.setattr(Workload, "batch", lambda *_: MagicMock())
+    found: Any = timeline.profiled("zero2", SMALL, group)  # type: ignore[arg-type]
+    assert found["kernels"].startswith("none seen: CUPTI")
+    assert found["host ms"] >= 0
+
+
+def test_where_triton_does_not_look_for_the_driver_its_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To each part, and in the report: all kernels would fail where ldconfig does not list what torch has found."""
+    looks = SimpleNamespace(libcuda_dirs=lambda: ["/usr/lib"])
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", looks)
+    assert libcuda.missed() == ""
+    monkeypatch.setattr(libcuda, "loaded", lambda: "/opt/driver")
+    assert libcuda.missed() == ""
+
+    def not_there() -> None:
+        raise AssertionError("libcuda.so cannot found!")
+
+    looks.libcuda_dirs = not_there  # type: ignore[assignment]
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "folder $TRITON_LIBCUDA_PATH"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert "folder /opt/driver" in run_part("machine", "cpu", 60, tmp_path).log
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "set TRITON_LIBCUDA_PATH=/opt/driver" in versions()["libcuda"]
 
 
 def test_triton_is_asked_for_its_version_whatever_its_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
