@@ -45,7 +45,7 @@ class DistributedAttention(nn.Module):
 
     @property
     def group(self) -> Group:
-        """Made once, as each takes a stream and a tenth of a millisecond; of all ranks, who may join anew, each time."""
+        """Made once, as each takes a stream and a tenth of a millisecond; of all ranks, who may join anew, anew."""
         if self.spg is None:
             return group_of(None)
         if self._made is None or self._made[0] is not self.spg:
