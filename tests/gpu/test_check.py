@@ -91,9 +91,13 @@ def test_a_part_says_where_it_stands_before_it_is_killed(tmp_path: Path, monkeyp
     asked: list[float] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", asked.append)
     monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: 1007.0))
-    monkeypatch.setitem(sys.modules, "refimpl.gpu.stands", SimpleNamespace(run=lambda *_: iter(())))
+    aims: list[float] = []
+    stands = SimpleNamespace(run=lambda device, seconds: iter(aims.append(seconds) or ()))  # type: ignore[func-returns-value]
+    monkeypatch.setitem(sys.modules, "refimpl.gpu.stands", stands)
     part.main("stands", "cpu", "30", "1050", str(tmp_path / "file"))
-    assert asked == [1050 - part.WORDS - 1007]
+    part.main("stands", "cpu", "30", "1020", str(tmp_path / "file"))
+    assert asked == [1050 - part.WORDS - 1007, 1020 - part.WORDS - 1007]
+    assert aims == [30, 1020 - part.WORDS - 1007], "what torch's import has taken of it is gone"
 
 
 def test_of_a_hang_each_ranks_place_is_told_before_the_part_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
