@@ -27,7 +27,7 @@ from refimpl.ranks.errors import signal_name
 
 # In this order, with the seconds that each should take.
 PARTS = {
-    "machine": 40,  # versions, alignment, NCCL with one rank
+    "machine": 40,  # versions, alignment, NCCL with one rank, every way between several
     "agreement": 90,  # every stage ends with the same bits
     "races": 65,  # the race hunt
     "sanitizers": 55,  # torch's and CUDA's own

@@ -20,13 +20,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from stream_log import Recorder, Watch, races
+from torch import nn
 
 from refimpl import launch
 from refimpl.bench import comm, zero
 from refimpl.bench.kernels import Limits, Row
 from refimpl.comm.collectives import Op
 from refimpl.comm.work import Steps
-from refimpl.gpu import agreement, benches, libcuda, part, sanitizers, timeline
+from refimpl.gpu import agreement, benches, libcuda, machine, part, sanitizers, several, timeline
 from refimpl.gpu import races as hunt
 from refimpl.gpu.check import PARTS, TOTAL, check, folder_of, main, run_part
 from refimpl.gpu.machine import launcher_lacks
@@ -50,6 +51,28 @@ def test_every_part_runs_in_miniature(name: str) -> None:
     assert findings
     assert [f for f in findings if f.passed is False] == []
     assert json.loads(json.dumps([f.value for f in findings])) is not None
+
+
+def test_what_several_ranks_exchange_is_looked_at_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its ways; what is wrong on one rank is told with it, and hides no other way."""
+    ways = [{"a": "", "b": ""}, {"a": "ValueError: no", "b": ""}]
+    asked: list[int] = []
+
+    def run(fn: object, ranks: int, **_: object) -> list[dict[str, object]]:
+        asked.append(ranks)
+        return [{"all_reduce sum": True}] if ranks == 1 else ways  # type: ignore[return-value]
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(machine, "DDP", MagicMock(__name__="DDP"))
+    monkeypatch.setattr(machine, "Zero3", MagicMock(__name__="Zero3"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
+    found = {f.name: (f.value, f.passed) for f in machine.run(torch.device("cuda"), 40)}
+    assert asked == [1, 8]
+    assert found["8 ranks, a"] == ({"rank 1": "ValueError: no"}, False)
+    assert found["8 ranks, b"] == ("right", True)
+    assert several.tried(lambda group: ["x"] * 9, None) == "x, x, x, x, x"  # type: ignore[arg-type]
+    assert several.tried(lambda group: [][0], None) == "IndexError: list index out of range"  # type: ignore[arg-type]
 
 
 def test_a_kernel_is_timed_in_miniature(tmp_path: Path) -> None:
