@@ -64,7 +64,7 @@ lint: $(STAMP)
 
 # With the Python that has the GPU's torch, which a .venv of ours need not have: nothing is installed.
 gpu-check:
-	@$(PYTHON) -c 'import numpy, torch' || { echo "error: $(PYTHON) lacks torch, or numpy, which torch.distributed sends objects by. Try: make gpu-check PYTHON=.venv/bin/python (make demo makes it), or another Python that has torch for CUDA; if numpy alone is missing: $(PYTHON) -m pip install numpy pytest"; exit 2; }
+	@$(PYTHON) -c 'import sys; from importlib.util import find_spec as has; sys.exit(not (has("numpy") and has("torch")))' || { echo "error: $(PYTHON) lacks torch, or numpy, which torch.distributed sends objects by. Try: make gpu-check PYTHON=.venv/bin/python (make demo makes it), or another Python that has torch for CUDA; if numpy alone is missing: $(PYTHON) -m pip install numpy pytest"; exit 2; }
 	@$(PYTHON) -m refimpl.gpu $(ARGS)
 
 lab: $(STAMP)

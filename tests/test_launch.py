@@ -32,7 +32,7 @@ from refimpl.comm.group import Group
 from refimpl.comm.link import Link
 from refimpl.ranks import stand
 from refimpl.ranks.errors import failed
-from refimpl.ranks.meet import devices_of
+from refimpl.ranks.meet import devices_of, tell_if_too_few
 
 ROOT = Path(__file__).parents[1]
 
@@ -643,3 +643,15 @@ def test_auto_is_the_cpu_where_the_environment_says_so(monkeypatch: pytest.Monke
         assert devices_of(2, "cuda") == ("nccl", ["cuda:0", "cuda:1"])
     monkeypatch.delenv("REFIMPL_DEVICE")
     assert devices_of(4, "auto") == ("nccl", [f"cuda:{rank}" for rank in range(4)])
+
+
+def test_more_ranks_than_gpus_are_told_that_they_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no two on one GPU, and nobody sees by the results where they were computed."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    with pytest.warns(UserWarning, match=r"finds 1 GPU for 2 ranks .* all compute on the CPU: .*device='cuda'"):
+        assert launch.run(os.getpid, ranks=2)
+    tell_if_too_few(1, "auto")
+    tell_if_too_few(2, "cuda")
+    monkeypatch.setenv("REFIMPL_DEVICE", "cpu")
+    tell_if_too_few(2, "auto")

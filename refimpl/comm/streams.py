@@ -77,7 +77,18 @@ class CudaStreams(Streams):
         return torch.cuda.current_stream(self.device)
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+        """A thread begins with the first GPU as its current one.
+
+        `torch.cuda.stream` would make that current again at its end, and so give this process a context there, of half
+        a gigabyte, whosever GPU it is. `torch.cuda.device` does so where there is one already.
+        """
+        there = torch.cuda.stream(stream)
+        return there if self.device.index in (None, torch.cuda.current_device()) else self._from_elsewhere(there)
+
+    @contextmanager
+    def _from_elsewhere(self, there: AbstractContextManager[Any]) -> Iterator[None]:
+        with torch.cuda.device(self.device), there:
+            yield
 
     def record(self, timed: bool = False) -> Event:
         return self.current().record_event(torch.cuda.Event(enable_timing=timed))  # type: ignore[no-untyped-call]

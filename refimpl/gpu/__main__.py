@@ -1,6 +1,9 @@
 """`python -m refimpl.gpu`."""
 
-from refimpl.gpu.check import main
+import time
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    begun = time.monotonic()  # before torch is imported, whose libraries are gigabytes
+    from refimpl.gpu.check import main
+
+    raise SystemExit(main(begun=begun))

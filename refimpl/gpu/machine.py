@@ -1,4 +1,4 @@
-"""Part 1: NCCL with one rank, on the very path that many ranks take; how many parameters lie aligned."""
+"""Part 1: NCCL with one rank, on the very path that many ranks take; how many parameters lie aligned; several ranks."""
 
 import os
 import shutil
@@ -11,6 +11,7 @@ from torch import nn
 
 from refimpl import launch
 from refimpl.comm.group import Group
+from refimpl.gpu import several
 from refimpl.gpu.part import Finding
 from refimpl.zero.ddp import DDP
 from refimpl.zero.init import GatheredParameters
@@ -32,6 +33,11 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
         with GatheredParameters(odd):
             unaligned = [name for name, p in odd.named_parameters() if p.data_ptr() % ALIGNED]
         yield Finding(f"{kind.__name__}: of 6 odd parameters, not on {ALIGNED} bytes", unaligned or "none")
+    ranks = max(2, torch.cuda.device_count()) if device.type == "cuda" else 2
+    ways = launch.run(several.found, ranks=ranks, device=device.type, timeout=seconds)
+    for name in ways[0]:
+        wrong = {f"rank {rank}": said[name] for rank, said in enumerate(ways) if said[name]}
+        yield Finding(f"{ranks} ranks, {name}", wrong or "right", not wrong)
 
 
 def launcher_lacks() -> str:

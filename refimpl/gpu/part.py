@@ -36,10 +36,11 @@ WORDS = 2.0  # seconds before its end that a part says where it stands
 
 
 def main(name: str, device: str, seconds: str, until: str, file: str) -> None:
-    faulthandler.dump_traceback_later(max(float(until) - WORDS - time.monotonic(), 0.001))
+    left = max(float(until) - WORDS - time.monotonic(), 0.001)  # importing torch has taken some of it
+    faulthandler.dump_traceback_later(left)
     part: Part = importlib.import_module(f"refimpl.gpu.{name}")
     with Path(file).open("w") as out:
-        for finding in part.run(torch.device(device), float(seconds)):
+        for finding in part.run(torch.device(device), min(float(seconds), left)):
             out.write(json.dumps(asdict(finding)) + "\n")
             out.flush()
             print(finding.name, finding.value, {None: "", True: "ok", False: "FAILED"}[finding.passed], flush=True)

@@ -15,6 +15,7 @@ import torch
 
 from refimpl.bench.written import finite
 from refimpl.checkpoint import atomic
+from refimpl.gpu import libcuda
 
 
 @dataclass
@@ -90,6 +91,10 @@ def versions() -> dict[str, str]:
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ["none"]  # type: ignore[no-untyped-call]
         found["nccl"] = ".".join(map(str, nccl))
         found["triton"] = triton_version()
+        if folder := libcuda.missed():
+            found["libcuda"] = (
+                f"in {folder}, where Triton does not look: outside this check set {libcuda.VARIABLE}={folder}"
+            )
     return found
 
 

@@ -5,6 +5,7 @@ of ours. What CUDA's functions answer is torch's business: it asks for what ther
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from refimpl.gpu.twins import Twins
 from refimpl.gpu.workload import STAGES, Workload
 
 TOOLKIT = "/usr/local/cuda/bin"  # where it is, if nobody has put it on the PATH
-SUMMARY = "ERROR SUMMARY"  # the last thing that memcheck says
+SUMMARY = re.compile(r"ERROR SUMMARY: ([1-9]\d*) error")  # the last thing that memcheck says, where there are some
+ITS_OWN = "Internal Sanitizer Error"  # as on a GPU that is newer than it, or where a container keeps it from looking
 
 
 def run(device: torch.device, seconds: float) -> Iterator[Finding]:
@@ -38,7 +40,10 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
 def _ran(
     name: str, before: list[str], stages: list[str], device: torch.device, seconds: float, extra: dict[str, str]
 ) -> Finding:
-    """How the two steps ended. `before`: a tool that runs them; where it gives up itself nothing is known of them."""
+    """How the two steps ended. `before`: a tool that runs them.
+
+    Where it found nothing in steps that failed it could not begin, or had too little memory: nothing is known of them.
+    """
     command = [*before, sys.executable, "-m", "refimpl.gpu.sanitizers", device.type, *stages]
     try:
         done = subprocess.run(command, env=os.environ | extra, capture_output=True, text=True, timeout=seconds)
@@ -47,7 +52,10 @@ def _ran(
     if done.returncode == 0:
         return Finding(name, "clean", True)
     said = done.stdout + done.stderr
-    return Finding(name, said.strip().splitlines()[-8:], None if before and SUMMARY not in said else False)
+    last = said.strip().splitlines()[-8:]
+    if before and (ITS_OWN in said or not SUMMARY.search(said)):
+        return Finding(name, ["it does not work here, so nothing is known:", *last])
+    return Finding(name, last, False)
 
 
 def two_steps(name: str, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Every test that needs a GPU: those marked `gpu`, in the files that have one (others may import what is not here).
 
-The kernels are compiled first, on all cores: one after the other, as the tests need them, that would take minutes.
+The kernels are compiled first, on many cores: one after the other, as the tests need them, that would take minutes.
 Triton keeps them on disk, so the next part finds them too. Each test is a finding of its own, told as soon as it ends.
 """
 
@@ -24,6 +24,7 @@ from refimpl.kernels.compiled import kernels_of
 from refimpl.kernels.language import INSTALLED
 
 ROOT = Path(__file__).parents[2]
+COMPILERS = 16  # at most: each imports torch and all kernels, and a container may have fewer cores than it sees
 MARK = "mark." + "gpu"  # this file has none
 ENDED = re.compile(r"(\S+::.*) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
@@ -60,7 +61,7 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
 
 def on_all_cores(compile_it: Callable[[int], str], count: int) -> list[str]:
     """What `compile_it` says of the numbers below `count`, without those of which there is nothing to say."""
-    cores = min(count, len(os.sched_getaffinity(0)))
+    cores = min(count, COMPILERS, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
         try:
             return [text for text in pool.map(compile_it, range(count)) if text]

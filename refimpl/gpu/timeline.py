@@ -35,12 +35,15 @@ def run(device: torch.device, seconds: float) -> Iterator[Finding]:
         yield Finding(f"{stage}, twins", profiled(stage, workload, group))
 
 
-def of_world(stage: str, workload: Workload) -> dict[str, float]:
+def of_world(stage: str, workload: Workload) -> dict[str, Any]:
     return profiled(stage, workload, Group.world())
 
 
-def profiled(name: str, workload: Workload, group: Group) -> dict[str, float]:
-    """Per step: kernels, milliseconds of the host and of the device, and the share of communication that is hidden."""
+def profiled(name: str, workload: Workload, group: Group) -> dict[str, Any]:
+    """Per step: kernels, milliseconds of the host and of the device, and the share of communication that is hidden.
+
+    In words that no kernel was seen: CUPTI, by which the profiler sees them, does not work in every container.
+    """
     stage = workload.stage(name, group, check_order=False)
     texts = [workload.batch(step, group.rank).to(group.device) for step in range(3 + STEPS)]
     for text in texts[:3]:
@@ -59,7 +62,7 @@ def profiled(name: str, workload: Workload, group: Group) -> dict[str, float]:
         return {"operations": len(events) / STEPS, "host ms": host}
     kernels = kernels_of(events)
     if not kernels:
-        raise RuntimeError("torch's profiler saw no kernel of the GPU: CUPTI does not work here")
+        return {"kernels": "none seen: CUPTI, by which torch's profiler sees them, does not work here", "host ms": host}
     by_stream: dict[int, Spans] = {}
     for kernel in kernels:
         by_stream.setdefault(kernel.device_resource_id, []).append((kernel.time_range.start, kernel.time_range.end))

@@ -30,6 +30,8 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
     chosen, devices = devices_of(local_size, device)
     if device != "cpu" and has_own_gpu(place, store, local_size):
         chosen, devices = "nccl", ["cuda:0"] * local_size
+    elif place.rank == 0:
+        tell_if_too_few(local_size, device)
     if backend == "nccl" and chosen != "nccl" and place.rank == 0:
         warnings.warn(
             f"backend='nccl' needs a GPU for each of the {local_size} ranks of a machine, and torch finds "
@@ -74,6 +76,18 @@ def has_own_gpu(place: Place, store: Store, local_size: int) -> bool:
 def wished(device: str) -> str:
     """ "auto" is the CPU where the environment has said so: REFIMPL_DEVICE=cpu."""
     return "cpu" if device == "auto" and os.environ.get("REFIMPL_DEVICE") == "cpu" else device
+
+
+def tell_if_too_few(ranks: int, device: str) -> None:
+    """Warn where "auto" leaves GPUs alone as ranks are more: NCCL refuses two on one ("Duplicate GPU detected")."""
+    gpus = torch.cuda.device_count() if wished(device) == "auto" else 0
+    if 0 < gpus < ranks:
+        warnings.warn(
+            f"torch finds {gpus} GPU{'s' * (gpus > 1)} for {ranks} ranks of this machine, so all compute on the CPU: "
+            "start as many ranks as GPUs, or let ranks share them (slowly, by gloo) with device='cuda'; where the CPU "
+            "is meant, REFIMPL_DEVICE=cpu says so",
+            stacklevel=4,
+        )
 
 
 def devices_of(ranks: int, device: str) -> tuple[str, list[str]]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from refimpl.ranks import folder, here
 from refimpl.ranks.environment import without_place
 from refimpl.ranks.errors import Failed, RankError, RankTimeout, end_of_grace, failed
-from refimpl.ranks.meet import devices_of
+from refimpl.ranks.meet import devices_of, tell_if_too_few
 from refimpl.ranks.rank import Rank, Setup
 from refimpl.ranks.server import ended, has_ended, start_server
 from refimpl.ranks.silence import Silence
@@ -66,6 +66,7 @@ class World:
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, not {ranks}")
         backend, devices = devices_of(ranks, device)
+        tell_if_too_few(ranks, device)
         directory, handle = folder.make()
         self._let_go = weakref.finalize(self, os.close, handle)
         environment = _environment(ranks, threads)

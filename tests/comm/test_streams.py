@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -228,6 +229,34 @@ def test_a_group_that_is_bound_to_no_device_is_on_the_gpu_of_its_process(
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     handle: Any = SimpleNamespace(bound_device_id=None)
     assert device_of(handle) == torch.device(device)
+
+
+def test_a_thread_gives_the_process_no_context_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is current where it begins; the end of `torch.cuda.stream` would choose it again, and so make one."""
+    current, made = [0], {3}
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], chosen.index
+        yield
+        current[0] = before  # a context is not made for that
+
+    @contextmanager
+    def stream(chosen: Any) -> Iterator[None]:
+        before, current[0] = current[0], chosen
+        yield
+        current[0] = before
+        made.add(before)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    streams = CudaStreams(torch.device("cuda:3"))
+    for first in (0, 3):
+        current[0] = first
+        with streams.use(3):
+            assert current == [3]
+        assert (current, made) == ([first], {3})
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -60,6 +60,18 @@ def test_it_is_attention_over_all_tokens(ranks: int, batch: int, flat: bool, hea
         torch.testing.assert_close(torch.cat(found, 1 - batch), expected, rtol=1e-5, atol=1e-5)
 
 
+def groups_of_two_calls() -> int:
+    attention = DistributedAttention(Attention(1, False), dist.new_group())
+    made = [attention.group, attention.group]
+    attention.spg = dist.group.WORLD
+    return len({id(group) for group in [*made, attention.group]})
+
+
+def test_its_group_is_made_once() -> None:
+    """Each would take another of a GPU's streams."""
+    assert run(groups_of_two_calls, ranks=2) == [2, 2]
+
+
 def there_and_back(batch: int, heads: int) -> tuple[bool, list[int]]:
     x = given(batch, heads, 1)[0] + dist.get_rank()
     tokens = 1 - batch

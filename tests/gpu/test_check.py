@@ -14,23 +14,25 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from stream_log import Recorder, Watch, races
+from torch import nn
 
 from refimpl import launch
 from refimpl.bench import comm, zero
 from refimpl.bench.kernels import Limits, Row
 from refimpl.comm.collectives import Op
 from refimpl.comm.work import Steps
-from refimpl.gpu import agreement, benches, part, sanitizers, timeline
+from refimpl.gpu import agreement, benches, libcuda, machine, part, sanitizers, several, timeline
 from refimpl.gpu import races as hunt
 from refimpl.gpu.check import PARTS, TOTAL, check, folder_of, main, run_part
 from refimpl.gpu.machine import launcher_lacks
 from refimpl.gpu.part import Part
-from refimpl.gpu.report import Report, Result, driver, triton_version, why_none
+from refimpl.gpu.report import Report, Result, driver, triton_version, versions, why_none
 from refimpl.gpu.steady import waits_among
 from refimpl.gpu.timeline import kernels_of, length, merged
 from refimpl.gpu.twins import Twins
@@ -51,6 +53,28 @@ def test_every_part_runs_in_miniature(name: str) -> None:
     assert json.loads(json.dumps([f.value for f in findings])) is not None
 
 
+def test_what_several_ranks_exchange_is_looked_at_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its ways; what is wrong on one rank is told with it, and hides no other way."""
+    ways = [{"a": "", "b": ""}, {"a": "ValueError: no", "b": ""}]
+    asked: list[int] = []
+
+    def run(fn: object, ranks: int, **_: object) -> list[dict[str, object]]:
+        asked.append(ranks)
+        return [{"all_reduce sum": True}] if ranks == 1 else ways  # type: ignore[return-value]
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(machine, "DDP", MagicMock(__name__="DDP"))
+    monkeypatch.setattr(machine, "Zero3", MagicMock(__name__="Zero3"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
+    found = {f.name: (f.value, f.passed) for f in machine.run(torch.device("cuda"), 40)}
+    assert asked == [1, 8]
+    assert found["8 ranks, a"] == ({"rank 1": "ValueError: no"}, False)
+    assert found["8 ranks, b"] == ("right", True)
+    assert several.tried(lambda group: ["x"] * 9, None) == "x, x, x, x, x"  # type: ignore[arg-type]
+    assert several.tried(lambda group: [][0], None) == "IndexError: list index out of range"  # type: ignore[arg-type]
+
+
 def test_a_kernel_is_timed_in_miniature(tmp_path: Path) -> None:
     """In a process of its own: in this one Triton may interpret, see tests/kernels/conftest.py."""
     report = check("cpu", tmp_path, ["kernels"])
@@ -63,7 +87,7 @@ def test_the_parts_fit_into_nine_minutes() -> None:
 
 
 def test_a_part_may_use_what_those_before_it_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine whose first import, or first compilation, is slow; but not what those behind it need."""
+    """On a machine whose first import, or first compilation, is slow; and a quarter of what those behind it need."""
     import refimpl.gpu.check as module
 
     asked: list[tuple[str, float, float]] = []
@@ -78,7 +102,11 @@ def test_a_part_may_use_what_those_before_it_have_left(tmp_path: Path, monkeypat
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
     monkeypatch.setattr(module, "PARTS", {"machine": 40, "races": 20, "suite": 30})
     check("cuda", tmp_path, ["machine", "races", "suite"], total=90)
-    assert asked == [("machine", 40, 40), ("races", 20, 55), ("suite", 30, 80)]
+    assert asked == [("machine", 40, 52.5), ("races", 20, 62.5), ("suite", 30, 80)]
+    asked.clear()
+    clock[:] = [100.0]
+    check("cuda", tmp_path, ["machine", "races", "suite"], total=90, begun=55)  # torch's import took half of it
+    assert asked == [("machine", 20, 20), ("races", 16, 17.5), ("suite", 30, 35)]
 
 
 def test_a_part_says_where_it_stands_before_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +114,13 @@ def test_a_part_says_where_it_stands_before_it_is_killed(tmp_path: Path, monkeyp
     asked: list[float] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", asked.append)
     monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: 1007.0))
-    monkeypatch.setitem(sys.modules, "refimpl.gpu.stands", SimpleNamespace(run=lambda *_: iter(())))
+    aims: list[float] = []
+    stands = SimpleNamespace(run=lambda device, seconds: iter(aims.append(seconds) or ()))  # type: ignore[func-returns-value]
+    monkeypatch.setitem(sys.modules, "refimpl.gpu.stands", stands)
     part.main("stands", "cpu", "30", "1050", str(tmp_path / "file"))
-    assert asked == [1050 - part.WORDS - 1007]
+    part.main("stands", "cpu", "30", "1020", str(tmp_path / "file"))
+    assert asked == [1050 - part.WORDS - 1007, 1020 - part.WORDS - 1007]
+    assert aims == [30, 1020 - part.WORDS - 1007], "what torch's import has taken of it is gone"
 
 
 def test_of_a_hang_each_ranks_place_is_told_before_the_part_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,11 +327,56 @@ def test_whoever_ends_the_check_finds_a_report(end: signal.Signals, tmp_path: Pa
 def test_a_tool_that_does_not_work_here_says_nothing_of_ours(tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     found = []
-    for says in ("exit 0", "echo Device not supported; exit 9", "echo ERROR SUMMARY: 2 errors; exit 9"):
+    none, some = "echo ERROR SUMMARY: 0 errors; exit 1", "echo ERROR SUMMARY: 12 errors; exit 1"  # the steps' own code
+    own = "echo Internal Sanitizer Error: Device not supported; echo ERROR SUMMARY: 1 error; exit 9"
+    for says in (
+        "exit 0",
+        "echo Device not supported; exit 9",
+        "echo ERROR SUMMARY: 2 errors; exit 9",
+        none,
+        some,
+        own,
+    ):
         tool.write_text(f"#!/bin/sh\n{says}\n")
         tool.chmod(0o755)
         found.append(sanitizers._ran("memcheck", [str(tool)], [], CPU, 60, {}).passed)
-    assert found == [True, None, False]
+    assert found == [True, None, False, None, False, None]
+
+
+def test_a_profiler_that_sees_no_kernel_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUPTI does not work in every container."""
+    monkeypatch.setattr(timeline, "profile", MagicMock())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    stage, group = MagicMock(), SimpleNamespace(rank=0, device=torch.device("cuda"))
+    monkeypatch.setattr(Workload, "stage", lambda *_, **__: stage)
+    monkeypatch.setattr(Workload, "step", lambda *_: None)
+    monkeypatch.setattr(Workload, "batch", lambda *_: MagicMock())
+    found: Any = timeline.profiled("zero2", SMALL, group)  # type: ignore[arg-type]
+    assert found["kernels"].startswith("none seen: CUPTI")
+    assert found["host ms"] >= 0
+
+
+def test_where_triton_does_not_look_for_the_driver_its_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To each part, and in the report: all kernels would fail where ldconfig does not list what torch has found."""
+    looks = SimpleNamespace(libcuda_dirs=lambda: ["/usr/lib"])
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", looks)
+    assert libcuda.missed() == ""
+    monkeypatch.setattr(libcuda, "loaded", lambda: "/opt/driver")
+    assert libcuda.missed() == ""
+
+    def not_there() -> None:
+        raise AssertionError("libcuda.so cannot found!")
+
+    looks.libcuda_dirs = not_there  # type: ignore[assignment]
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "folder $TRITON_LIBCUDA_PATH"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert "folder /opt/driver" in run_part("machine", "cpu", 60, tmp_path).log
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "set TRITON_LIBCUDA_PATH=/opt/driver" in versions()["libcuda"]
 
 
 def test_triton_is_asked_for_its_version_whatever_its_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from agreement import assert_agrees
 
 from refimpl.kernels.case import Case, cases
 
-MEMORY = 60e9  # bytes, in which every case fits
+MEMORY = 125e9  # bytes, in which every case fits: the scores of 16384 tokens are 34 GB in float64, at worst 3.4 times
 
 
 @pytest.mark.gpu
@@ -18,7 +18,7 @@ def test_equals_float64_at_its_real_size(case: Case) -> None:
     free, _ = torch.cuda.mem_get_info()  # others may have the rest
     try:
         assert_agrees(case.call, case.reference, case.inputs(torch.device("cuda")), case.bound)
-    except torch.OutOfMemoryError as error:  # the logits of linear_cross_entropy are 8 GB in float64, a few times
+    except torch.OutOfMemoryError as error:
         if free > MEMORY:
             raise
         pytest.skip(f"float64 does not fit into {free / 1e9:.0f} GB that are free: {error}".splitlines()[0])

@@ -1,11 +1,16 @@
 """Tensors that `state_dict()` gives: what is saved of a few of them is theirs alone, and all are the model's memory."""
 
 import pickle
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import worlds
 from training import STAGES, Net
+
+from refimpl.zero.loop import alone
 
 
 def saved_by_hand(kind: str) -> None:
@@ -49,3 +54,27 @@ def written_on_one_rank(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
 def test_who_writes_to_one_on_a_rank_alone_is_told(kind: str) -> None:
     worlds.run(written_on_one_rank, kind, ranks=2)
+
+
+def test_on_a_gpu_that_is_not_the_current_one_it_is_so_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives away no other GPU's memory ("Can't export tensors on a different CUDA device index")."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Any:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def given_away(view: Any) -> object:
+        assert view.device == current[-1]
+        return view
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(alone, "from_dlpack", given_away)
+    view: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1), shape=(1,), data_ptr=lambda: 0)
+    shown: Any = SimpleNamespace(view=lambda p, tensor: tensor)
+    hooks = alone.Alone()
+    hooks.given = {}  # type: ignore[assignment]
+    assert hooks.alone(torch.nn.Parameter(), view, shown) is view
+    assert len(current) == 1

@@ -1,6 +1,7 @@
 """ZeRO-3's own promises: gathered before use and freed after, prefetched within a budget, named when ranks diverge."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
@@ -542,3 +543,20 @@ def state_round_trip(stage_name: str) -> bool:
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_state_dict_resumes_bit_for_bit(stage: str) -> None:
     assert all(run(state_round_trip, stage, ranks=2))
+
+
+def test_of_what_a_leaf_modules_second_run_gets_nothing_stays() -> None:
+    """A hook on a tensor that begins a graph, which holds that tensor's node, would keep it for good, and its memory.
+
+    On a GPU blocks are leaf modules: there each step would leave the inputs of all of them.
+    """
+    model, inputs = Checkpointed(), list[weakref.ref[Tensor]]()
+    model.reentrant = True  # then the second run gets leaves
+    stage = Zero3(model, torch.optim.SGD(model.parameters(), 0.1), Group(None), ZeroConfig(gather_blocks=True))
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    for _ in range(2):
+        stage.backward(model(torch.arange(6).view(2, 3)))
+        stage.step()
+    assert len(inputs) == 4 * len(model.blocks), "each block runs twice a step"
+    assert [there() for there in inputs] == [None] * len(inputs)

@@ -41,6 +41,16 @@ class DistributedAttention(nn.Module):
             raise ValueError(f"scatter_idx is {scatter_idx}: the heads are dimension {HEADS} of q, k and v")
         self.local_attn, self.spg = local_attention, sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        self._made: tuple[ProcessGroup, Group] | None = None
+
+    @property
+    def group(self) -> Group:
+        """Made once, as each takes a stream and a tenth of a millisecond; of all ranks, who may join anew, anew."""
+        if self.spg is None:
+            return group_of(None)
+        if self._made is None or self._made[0] is not self.spg:
+            self._made = self.spg, group_of(self.spg)
+        return self._made[1]
 
     def forward(
         self,
@@ -56,7 +66,7 @@ class DistributedAttention(nn.Module):
 
         rotary_pos_emb: cosines and sines of all T tokens, [B, T, 1, D]. ValueError for heads that cannot be dealt out.
         """
-        group, tokens = group_of(self.spg), tokens_of(batch_dim_idx)
+        group, tokens = self.group, tokens_of(batch_dim_idx)
         heads, shared = query.shape[HEADS], key.shape[HEADS]
         each = shared_heads(heads, shared, group.size)
         queries, keys = dealt(heads, each, group.size), dealt(each, each, group.size)

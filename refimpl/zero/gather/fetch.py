@@ -69,6 +69,7 @@ class Fetch:
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
         self.on_leaves: list[Any] = []  # hooks on tensors that outlive the graph, such as one input of every step
+        self.on_inputs: dict[nn.Module, list[Any]] = {}  # hooks on what a checkpoint's second run of a leaf module gets
         used = weakly(self.used)
         for unit in self.units:
             unit.on_use, unit.among, unit.unit_at = used, self.gathered, self.unit_at
@@ -119,13 +120,21 @@ class Fetch:
                 unit.awaited += 1
         if computed := [t for t in inputs if t.grad_fn is not None or self.running[-1].again]:
             through = weakly(self.through, module)
-            torch.autograd.graph.register_multi_grad_hook(computed, untraced(through), mode="all")
+            handle = torch.autograd.graph.register_multi_grad_hook(computed, untraced(through), mode="all")
+            if any(t.grad_fn is None for t in computed):  # it holds its node, which holds it: for good, if not removed
+                self.on_inputs.setdefault(module, []).append(handle)
 
     def through(self, module: nn.Module, *_: Any) -> None:
+        if not self.keeps:
+            self.drop_hooks(module)
         for unit in self.several[module]:
             unit.awaited -= 1
             if unit.awaited <= 0:
                 self.complete(unit)
+
+    def drop_hooks(self, module: nn.Module) -> None:
+        for handle in self.on_inputs.pop(module, ()):
+            handle.remove()
 
     def _iteration(self, module: nn.Module) -> str:
         """The kind of iteration that begins with a forward of `module`: each has a trace of its own."""
@@ -250,6 +259,8 @@ class Fetch:
         self.keeps, self.is_recorded = self.is_recorded, False
         if not self.keeps:
             self.release(self.units)
+            for module in list(self.on_inputs):  # of a backward that raised, or was recorded
+                self.drop_hooks(module)
             while self.on_leaves:
                 self.on_leaves.pop().remove()
 

@@ -7,6 +7,7 @@ DeepSpeed gives the views; who knows of it calls `clone_tensors_for_torch_save`.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -40,7 +41,8 @@ class Alone:
         """The memory of `view`, behind a storage that is as long; writes to it count as writes to p."""
         at = (view.data_ptr(), view.shape)
         if (tensor := self.given.get(at)) is None:
-            tensor = self.given[at] = shown.view(p, from_dlpack(view))
+            with torch.cuda.device(view.device) if view.is_cuda else nullcontext():  # torch gives no other GPU's away
+                tensor = self.given[at] = shown.view(p, from_dlpack(view))
         return tensor
 
     def let_go(self, params: Iterable[nn.Parameter]) -> None:
