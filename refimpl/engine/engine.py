@@ -22,6 +22,8 @@ DeepSpeed's file: deepspeed/runtime/engine.py. What is different here, on purpos
   where gradient_accumulation_steps is a power of two; fp16's loss scale settles that many times lower.
 - Sums in `data_types.grad_accum_dtype` travel in it; DeepSpeed's in the model's, or in communication_data_type.
 - A gradient that is not finite on any rank skips the update on all, in every stage and dtype.
+- A parameter of which no rank has a gradient stays as it is, its moments and count of steps too, as under torch.
+  DeepSpeed updates it: with zeros, so that momentum and weight decay go on; stage 3 with its last gradient again.
 - `get_global_grad_norm` is a number after every step, in every stage and dtype. (DeepSpeed 0.19.8: inf after a step
   that was skipped, None at stage 0 in fp32.)
 """

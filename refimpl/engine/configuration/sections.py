@@ -209,7 +209,9 @@ class ZeroOptimization(Section):
         default=False, description="gradients are reduced in two hops of int4, inside nodes and between them"
     )
     zeropp_loco_param: LoCoParam | None = Field(default=None, description="what quantised gradients lose comes back")
-    ignore_unused_parameters: bool = Field(default=True, description="unused parameters count as zero gradients")
+    ignore_unused_parameters: bool = Field(
+        default=True, description="unused on one rank: zeros in the mean; false: an error"
+    )
     leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
 
 

@@ -60,8 +60,21 @@ class Beside(ByName):
 
         RuntimeError where the model's other parts are on other ranks: see `spans`.
         """
+        return nn.utils.clip_grad_norm_(self._reduced("clip_grad_norm_"), max_norm, norm_type)
+
+    def norm_now(self) -> Tensor:
+        """The global L2 norm of the gradients since the last step, times fp16's loss scale. A collective.
+
+        RuntimeError as for `clip_grad_norm_`; there the step's own norm is of all parts.
+        """
+        grads = [grad for p in self._reduced("norm_now") if (grad := p.grad) is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    def _reduced(self, asked: str) -> list[nn.Parameter]:
+        """What is trained, with the gradients of all ranks."""
         if self.view.parted:
-            raise RuntimeError("clip_grad_norm_ sees this rank's part of the model: set ZeroConfig.gradient_clipping")
+            raise RuntimeError(f"{asked} sees this rank's part of the model: set ZeroConfig.gradient_clipping")
         self.passes.settle()
         self.gradients.finish()  # reduces what a backward has kept
-        return nn.utils.clip_grad_norm_([p for p in self.gradients.bucket_of if p.requires_grad], max_norm, norm_type)
+        return [p for p in self.gradients.bucket_of if p.requires_grad]

@@ -122,6 +122,12 @@ class Owned(optim.Optimizer):
         """The last step's, where DeepSpeed keeps it, and as there 0 before the first: scripts of EVA's kind log it."""
         return GradNorm(self.stage.shown_norm or 0.0)
 
+    def scaled_global_norm(self, norm_type: int = 2) -> GradNorm:
+        """The norm that the next step would find, times fp16's loss scale: LMOps' trainers log it. A collective."""
+        if norm_type != 2:
+            raise ValueError(f"scaled_global_norm: norm_type={norm_type!r}: it is the L2 norm, norm_type=2")
+        return GradNorm(self.stage.norm_now())
+
     @property
     def optimizer(self) -> "Owned":
         """Where DeepSpeed's wrapper has the optimizer that it wraps: this one."""
