@@ -120,6 +120,23 @@ def test_all_stages_agree_bit_for_bit_where_tensors_are_not_laid_row_by_row() ->
         assert differing(other, weights[0]) == []
 
 
+class OneChannel(nn.Module):
+    """Its frozen weights count as contiguous in channels_last too, whose strides they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.frozen = nn.Embedding(29, 13), nn.Conv2d(1, 3, 3).requires_grad_(False)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.embed(tokens).unsqueeze(1)).square().mean()
+
+
+def test_a_frozen_convolution_of_one_channel_computes_alike_in_all_stages() -> None:
+    losses = [run(train, stage, Job(make=OneChannel, steps=2))[0].losses for stage in STAGES]
+    assert losses[1:] == losses[:1] * 3
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 

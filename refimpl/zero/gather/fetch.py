@@ -24,6 +24,7 @@ from refimpl.zero.backward import in_backward
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.gather.path import Path
 from refimpl.zero.gather.prefetch import Pass, next_ones, soon_again
+from refimpl.zero.gather.transforms import explain, refuse_transformed
 from refimpl.zero.gather.unit import Unit
 from refimpl.zero.gather.watch import Watch
 from refimpl.zero.loop.outputs import tensors_of
@@ -137,6 +138,7 @@ class Fetch:
             return  # it never began: a hook before ours raised
         if self.running.pop().is_watched:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+            explain(self.names[module])
         if self.units_of[module]:
             for tensor in tensors_of(output):
                 if shown := self.unit_holding(tensor):
@@ -211,6 +213,7 @@ class Fetch:
         units = self.units_of[module]
         if all(unit.held for unit in units):
             return
+        refuse_transformed(self.names[module])
         fresh = [u for u in units if not (u.is_joined and self.path.trace.last == (u, during))]
         for unit in fresh:
             self.path.visit(unit, during)
@@ -240,6 +243,7 @@ class Fetch:
             unit.wait()
         elif self.running:
             reader = self.running[-1].module
+            refuse_transformed(unit.name)
             self.units_of[reader].append(unit)
             self.path.visit(unit, "forward")
             unit.wait()

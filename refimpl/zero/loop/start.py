@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import NoReturn
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.comm import levels
@@ -58,7 +58,7 @@ def share(
     """
     loose = [p for p in model.parameters() if p not in done]
     for tensor in (*loose, *filter(is_expanded, model.buffers())):
-        DATA.__set__(tensor, DATA.__get__(tensor).contiguous())
+        DATA.__set__(tensor, row_by_row(DATA.__get__(tensor)))
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
@@ -70,6 +70,11 @@ def share(
     for p in loose:
         if dtype is not None and p.is_floating_point():
             DATA.__set__(p, DATA.__get__(p).to(dtype))
+
+
+def row_by_row(tensor: Tensor) -> Tensor:
+    """`contiguous()`, with a new tensor's strides too: one channel in channels_last counts as such with its own."""
+    return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 def refuse_foreign(names: Mapping[nn.Parameter, str], trains: bool) -> None:
