@@ -213,7 +213,6 @@ class Fetch:
         units = self.units_of[module]
         if all(unit.held for unit in units):
             return
-        refuse_transformed(self.names[module])
         fresh = [u for u in units if not (u.is_joined and self.path.trace.last == (u, during))]
         for unit in fresh:
             self.path.visit(unit, during)
@@ -278,6 +277,7 @@ def is_within(module: nn.Module) -> bool:
 def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
     """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
     for unit in now:
+        refuse_transformed(unit.name)
         unit.start()
     for unit in ahead:
         unit.prefetch()
