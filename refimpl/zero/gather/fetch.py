@@ -62,6 +62,7 @@ class Fetch:
         self.names = {m: name or "the model" for name, m in model.named_modules()}
         self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
         self.units = list(dict.fromkeys(u for units in units_of.values() for u in units))
+        self.joins = any(unit.is_joined for unit in self.units)
         self.gathered = {u for u in self.units if not u.is_free}
         self.unit_at = {u.full.untyped_storage()._cdata: u for u in self.units}
         self.running: list[Running] = []  # outermost first
@@ -188,10 +189,13 @@ class Fetch:
         innermost hooks alone, so these hand on to those around them what is theirs: a checkpoint's, for one. Inside a
         checkpoint that began within `module` there is no place for more (it would end by taking away these in place of
         its own) and no need: backward runs its function again.
+        A unit of several modules is still there when each of them is done, and nothing tells who reads it then: the
+        outermost module is watched too.
         """
         enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         running = self.running[-1]
-        if self.units_of[module] and not running.is_watched and torch.is_grad_enabled() and enabled:
+        may_save = self.units_of[module] or (self.joins and running is self.running[0])
+        if may_save and not running.is_watched and torch.is_grad_enabled() and enabled:
             around = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if around != running.around:
                 return
