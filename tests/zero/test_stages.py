@@ -202,6 +202,28 @@ def test_counted_bytes_equal_the_formulas(stage: str, ranks: int, micro_batches:
     assert out.layout.padding < 64 * ranks * out.layout.buckets
 
 
+class Nothing(nn.Module):
+    """A parameter of no elements, in a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.part = nn.Embedding(29, 13), nn.Module()
+        self.part.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed(tokens).square().mean() + self.part.nothing.sum()
+
+
+@every_stage
+def test_a_bucket_of_no_elements_takes_no_byte(stage: str) -> None:
+    """Its gradients took one."""
+    job = Job(make=Nothing, optimizer=fused, steps=2, config={"reduce_bucket_size": 1})
+    out = run(train, stage, job, ranks=2)[0]
+    expected = memory_bytes(stage, 2, 4, out.layout)
+    assert {name: out.memory[name] for name in expected} == expected
+    assert out.sent == by_collective(traffic(stage, 2, 4, out.layout))
+
+
 @every_size
 def test_sent_in_units_of_the_parameters(ranks: int) -> None:
     """2, 2, 2 and 3 times (N-1)/N of the parameters' bytes, up to the padding."""
