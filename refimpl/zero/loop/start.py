@@ -157,7 +157,21 @@ def refuse_unfit(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
                 "and whose communication hook has no effect here: hand over its .module, and for fewer bytes set "
                 "communication_data_type or compression (gradient_compression in the JSON)"
             )
+    refuse_not_dense({p: f"parameter {name}" for p, name in names.items()})
+    refuse_not_dense({buffer: f"buffer {name}" for name, buffer in model.named_buffers()})
     refuse_shared_memory(names)
+
+
+def refuse_not_dense(words: Mapping[Tensor, str]) -> None:
+    """TypeError for what does not lie in one memory of its shape, and so has no flat place in a bucket or message."""
+    for tensor, what in words.items():
+        layout = DATA.__get__(tensor).layout
+        if layout is not torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else layout
+            raise TypeError(
+                f"{what} is {kind}, which cannot be sent and saved as it lies: keep its parts (indices and values) as "
+                "dense ones, or the tensor in a plain attribute, which is each rank's own affair"
+            )
 
 
 def refuse_shared_memory(names: dict[nn.Parameter, str]) -> None:
