@@ -165,9 +165,8 @@ def refuse_unfit(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
 def refuse_not_dense(words: Mapping[Tensor, str]) -> None:
     """TypeError for what does not lie in one memory of its shape, and so has no flat place in a bucket or message."""
     for tensor, what in words.items():
-        layout = DATA.__get__(tensor).layout
-        if layout is not torch.strided or tensor.is_quantized:
-            kind = "quantized" if tensor.is_quantized else layout
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else tensor.layout
             raise TypeError(
                 f"{what} is {kind}, which cannot be sent and saved as it lies: keep its parts (indices and values) as "
                 "dense ones, or the tensor in a plain attribute, which is each rank's own affair"
