@@ -28,6 +28,7 @@ from torch import nn
 
 import refimpl.deepspeed
 from refimpl import launch
+from refimpl.checkpoint.errors import together
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
 from refimpl.ranks import stand
@@ -292,6 +293,29 @@ def test_lost_connections_that_come_first_are_not_mistaken_for_the_cause(tmp_pat
         os.mkfifo(tmp_path / str(rank))
     with pytest.raises(launch.RankError, match=r"^rank 1 raised ValueError: the cause"):
         launch.run(work, ranks=3)
+
+
+def test_of_ranks_that_fail_together_the_one_is_raised_that_the_others_have_heard_of(tmp_path: Path):
+    def work() -> None:
+        group = Group.world()
+
+        def do() -> None:
+            if group.rank == 1:
+                raise ValueError("the cause")
+
+        try:
+            together(group, do)
+        finally:
+            for other in (0, 2):  # a fifo: rank 1 ends when that rank does
+                if group.rank in (1, other):
+                    open(tmp_path / str(other), "r" if group.rank == 1 else "w").close()
+
+    for rank in (0, 2):
+        os.mkfifo(tmp_path / str(rank))
+    text = r"^rank 1 raised .*CheckpointError: rank 1: ValueError\('the cause'\)(?s:.*)in do\n"
+    with pytest.raises(launch.RankError, match=text) as caught:
+        launch.run(work, ranks=3)
+    assert caught.value.rank == 1
 
 
 def test_a_lost_connection_without_a_cause_is_told_all_the_same():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from refimpl.comm.group import Group
+from refimpl.ranks.lost import echo
 
 T = TypeVar("T")
 REMEDIES = {
@@ -83,7 +84,8 @@ def together(group: Group, do: Callable[[], T], kind: type[Exception] = Checkpoi
     mine = None if failure is None else str(failure) if is_ours(failure) else repr(failure)
     said = group.all_gather_object(mine)
     if any(text is not None for text in said):
-        raise kind(by_rank(dict(zip(group.ranks, said, strict=True)))) from failure
+        told = kind(by_rank(dict(zip(group.ranks, said, strict=True))))
+        raise (echo(told) if failure is None else told) from failure
     return result
 
 

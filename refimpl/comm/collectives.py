@@ -52,7 +52,7 @@ class Scratch:
             for small in self._free[:1]:
                 self._let_go(small)
             self._free = self._free[1:]
-            buffer = self._empty(max(need, 1), torch.uint8, like.device)
+            buffer = self._empty(need, torch.uint8, like.device)
             self._home[id(buffer)] = self.streams.current()
         view = buffer[:need].view(like.dtype)
         self._taken[id(view)] = (view, buffer)

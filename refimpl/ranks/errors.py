@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from refimpl.ranks.rank import Failure
 
 _GRACE = 0.2  # seconds the other ranks have to finish or report after one has failed
-_GRACE_LOST = 3.0  # ... after one has only lost its connection: the rank that failed first has yet to be heard
+_GRACE_LOST = 3.0  # ... after none but echoes: the rank that failed first has yet to be heard
 
 
 class RankError(RuntimeError):
@@ -37,7 +37,7 @@ class RankTimeout(RankError):
 class Failed:
     """One rank's failure, as its caller sees it."""
 
-    secondary: bool  # it only lost its connection: another rank failed first
+    secondary: bool  # an echo: another rank failed first
     time: float  # time.monotonic()
     error: RankError
     out_of_step: bool = False  # the ranks' process group is of no more use

@@ -1,8 +1,14 @@
-"""A lost connection is an echo: some other rank left first, and its own error says why."""
+"""Echoes: a rank lost its connection because some other left first, or raises what another has told it.
+
+The other rank's own error says why, and where.
+"""
 
 import re
+from typing import TypeVar
 
 import torch.distributed as dist
+
+E = TypeVar("E", bound=Exception)
 
 _CONNECTION_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|timed out waiting"
@@ -24,3 +30,17 @@ def lost_connection(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def echo(error: E) -> E:
+    """`error`, which this rank raises because another one has failed and told all."""
+    error.is_echo = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether another rank's error says more than this one, or any that it was raised from."""
+    told: BaseException | None = error
+    while told is not None and not getattr(told, "is_echo", False):
+        told = told.__cause__ or told.__context__
+    return told is not None or lost_connection(error)

@@ -32,7 +32,7 @@ from multiprocessing.context import ForkServerProcess
 
 from refimpl.ranks import flight, folder
 from refimpl.ranks.allocator import keep_freed_memory
-from refimpl.ranks.lost import lost_connection
+from refimpl.ranks.lost import is_echo
 from refimpl.ranks.settings import Settings
 from refimpl.ranks.travel import dumps, loads, survives
 
@@ -68,7 +68,7 @@ class Failure:
     title: str  # "ValueError: shard 3 is empty"
     trace: traceback.TracebackException | str  # its source lines are looked up by the caller, who knows the notebook
     error: BaseException | None  # None if it does not survive pickling
-    secondary: bool  # a lost connection: some other rank failed first
+    secondary: bool  # an echo: some other rank failed first
     time: float  # time.monotonic() of this machine
     out_of_step: bool  # ranks have begun different collectives: their process group is of no more use
 
@@ -232,4 +232,4 @@ def _failure(error: BaseException) -> Failure:
     title = "".join(trace.format_exception_only()).strip()
     portable_trace = trace if survives(trace) else "".join(trace.format())
     portable_error, out_of_step = error if survives(error) else None, getattr(error, "out_of_step", False)
-    return Failure(title, portable_trace, portable_error, lost_connection(error), now, out_of_step)
+    return Failure(title, portable_trace, portable_error, is_echo(error), now, out_of_step)

@@ -61,6 +61,7 @@ class Gradients(Flights):
         self.dropping: Callable[[], None] = lambda: None  # called when gradients are forgotten before a step
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.awaited: dict[Bucket, list[nn.Parameter]] = {}  # what of each bucket may have a gradient
+        self.twice: list[str] = []  # whose gradient came once more behind its bucket's launch, since the step, in order
         self.brought = False  # whether this backward, or the last one, had a gradient
         self.first_finite: Tensor | None = None  # whether the first one of every backward was, since the step
         self._handles: dict[nn.Parameter, Any] = {}
@@ -197,6 +198,8 @@ class Gradients(Flights):
                     "loss does not use, or set ignore_unused_parameters=True"
                 )
         late = [b for b in self.buckets if b in self.filling and b not in self._missing]
+        again = [(p, self.filling[b].arrived) for b in late if b.group is self.group for p in b.params]
+        self.twice += [self.names[p] for p, arrived in again if p in arrived]
         for bucket in [*self._missing, *late]:
             self.launch(bucket)
         self.settle_all()
@@ -237,7 +240,7 @@ class Gradients(Flights):
 
     def clear(self) -> None:
         super().clear()
-        self.used, self.passes, self.frozen_in, self.first_finite = set(), 0, Counter(), None
+        self.used, self.passes, self.frozen_in, self.first_finite, self.twice = set(), 0, Counter(), None, []
 
     def tensors(self) -> list[Tensor]:
         """The gradients since the last step: reduced, or this rank's own."""

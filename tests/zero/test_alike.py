@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pairs import pairwise
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 from training import STAGES
 from worlds import run
 
@@ -363,6 +364,39 @@ def test_other_parameters_trained_later_are_told_on_all_ranks(stage: str, how: s
 
 ALONE = "on some ranks alone: rank 0: 0.weight, 0.bias, 2.bias;"
 WRITTEN = {"": ALONE, "data": ALONE, "values": "with other values on different ranks: 0.weight, 0.bias, 2.bias;"}
+
+
+class Routed(nn.Module):
+    """Both layers, and one of them once more under a checkpoint whose backward runs inside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, once_more: int) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return checkpoint(self.layers[once_more], x, use_reentrant=True).square().mean()  # type: ignore[no-any-return]
+
+
+def with_a_layer_twice_of_its_own(stage: str, alike: bool) -> str:
+    model, group = Routed(), Group.world()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    built = STAGES[stage](model, optimizer, group, ZeroConfig(reduce_bucket_size=16))
+    built.backward(model(torch.ones(2, 4, requires_grad=True), 0 if alike else group.rank))
+    try:
+        built.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2"])
+def test_buckets_that_some_ranks_reduce_twice_are_told_on_all(stage: str) -> None:
+    """Of one length, the second sums of two layers were added to each other, and nobody was told."""
+    assert run(with_a_layer_twice_of_its_own, stage, True) == ["", ""]
+    for said in run(with_a_layer_twice_of_its_own, stage, False):
+        assert re.search(r"twice.* \(rank 0: layers\.0\.weight; rank 1: layers\.1\.weight\); nothing is updated", said)
 
 
 def with_writes_of_its_own(stage: str, how: str) -> str:

@@ -120,6 +120,23 @@ def test_all_stages_agree_bit_for_bit_where_tensors_are_not_laid_row_by_row() ->
         assert differing(other, weights[0]) == []
 
 
+class OneChannel(nn.Module):
+    """Its frozen weights count as contiguous in channels_last too, whose strides they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.frozen = nn.Embedding(29, 13), nn.Conv2d(1, 3, 3).requires_grad_(False)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.embed(tokens).unsqueeze(1)).square().mean()
+
+
+def test_a_frozen_convolution_of_one_channel_computes_alike_in_all_stages() -> None:
+    losses = [run(train, stage, Job(make=OneChannel, steps=2))[0].losses for stage in STAGES]
+    assert losses[1:] == losses[:1] * 3
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 
@@ -183,6 +200,28 @@ def test_counted_bytes_equal_the_formulas(stage: str, ranks: int, micro_batches:
     rows = traffic(stage, ranks, dtype.itemsize, out.layout, micro_batches)
     assert out.sent == by_collective(rows)
     assert out.layout.padding < 64 * ranks * out.layout.buckets
+
+
+class Nothing(nn.Module):
+    """A parameter of no elements, in a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.part = nn.Embedding(29, 13), nn.Module()
+        self.part.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed(tokens).square().mean() + self.part.nothing.sum()
+
+
+@every_stage
+def test_a_bucket_of_no_elements_takes_no_byte(stage: str) -> None:
+    """Its gradients took one."""
+    job = Job(make=Nothing, optimizer=fused, steps=2, config={"reduce_bucket_size": 1})
+    out = run(train, stage, job, ranks=2)[0]
+    expected = memory_bytes(stage, 2, 4, out.layout)
+    assert {name: out.memory[name] for name in expected} == expected
+    assert out.sent == by_collective(traffic(stage, 2, 4, out.layout))
 
 
 @every_size

@@ -205,6 +205,19 @@ def of_a_leaf(stage_name: str) -> None:
     STAGES[stage_name]([leaf], torch.optim.SGD([leaf]))  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_what_is_not_dense_is_refused_by_name(what: str) -> None:
+    """A graph's edges ended in "unsupported memory format option Contiguous"."""
+    model, edges = nn.Sequential(nn.Linear(3, 3)), torch.eye(3).to_sparse()
+    if what == "buffer":
+        model[0].register_buffer("edges", edges)
+    else:
+        model[0].edges = nn.Parameter(edges)
+    for stage in STAGES.values():
+        with pytest.raises(TypeError, match=rf"^{what} 0\.edges is torch\.sparse_coo.* in a plain attribute"):
+            stage(model, torch.optim.SGD(model[0].parameters(), lr=0.1), Group(None))
+
+
 def test_bare_parameters_are_parameters() -> None:
     with pytest.raises(RankError, match="model: a Tensor among its parameters"):
         run(of_a_leaf, "zero1", ranks=2)

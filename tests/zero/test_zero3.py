@@ -297,6 +297,25 @@ def test_joined_units_are_gathered_once_for_a_run_of_modules(prefetch: int, froz
     assert [sent for _, sent, _ in joined] == [4 / 2 * ((4 if frozen else 3) * row + 2 * two)] * 3
 
 
+class Neighbour(nn.Module):
+    """Reads the weight of one of two that share a unit behind both, which is still there; the last layer stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.ModuleList(nn.Linear(13, 13, bias=False) for _ in range(2))
+        self.embed, self.last = nn.Embedding(29, 13), nn.Linear(13, 2, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.row[0](self.embed(tokens)).tanh() @ self.row[1].weight
+        return self.last(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_weight_that_is_read_behind_its_neighbour_is_there_in_backward() -> None:
+    """The unit of both was freed later, unseen, and backward ended in "out of bounds for storage of size 0"."""
+    job = Job(make=Neighbour, steps=2, config={"unit_size": 10**6, "param_persistence_threshold": 30})
+    assert differing(run(train, "zero3", job, ranks=2)[0].weights, oracle(2, job)) == []
+
+
 def hooks_on_one_input() -> list[int]:
     """Of a picture that is itself improved, by a network that is frozen but for its last layer; step by step."""
     model = nn.Sequential(nn.Linear(13, 13), nn.Identity(), nn.Linear(13, 1))

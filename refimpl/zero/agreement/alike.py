@@ -8,6 +8,8 @@
                they arrived; where that differs they are compared
     freezing   in the middle of an accumulation: what was frozen in some backwards since the last step, and in how many
     groups     of the optimizer: their parameters must be the slices that the stage has put there, on any rank
+    twice      in a backward: what checkpoint(use_reentrant=True) and the model itself have both used is reduced twice,
+               behind all others, and two such buckets of one length would be added to each other
     later      what is trained since the stage was built, thawed or of a new group: it travels by its length alone
     hooks      of the user's, in backward: what they write, see `refuse_hooked`, is told by each rank for itself
     updates    the steps in which the optimizer, or a hook of its step, raised: there a script may have caught it
@@ -43,6 +45,7 @@ FREEZING = ("parameters", "frozen in some backwards")
 COUNTS = (WRITES, GRADIENTS, FREEZING)  # where they differ that may be right
 RAISED = ("steps", "raised")
 REGROUPED = ("optimizer.param_groups", "parameters replaced in")
+TWICE = ("parameters", "whose gradient came twice in a backward,")
 LATER = ("parameters", "trained since the stage was built")
 REMEDY = "Set, load and change alike on every rank; a schedule that follows the loss needs its mean over all ranks"
 
@@ -77,6 +80,7 @@ class Alike:
         update, self.now = self.stage.update, self._versions()
         given = {WRITES: repr(self._written()), FREEZING: repr(self._frozen_between())}
         given |= {RAISED: repr([*update.raised]), REGROUPED: repr(update.slices.regrouped())}
+        given[TWICE] = ", ".join(self.stage.gradients.twice) or "none"
         given[LATER] = str(zlib.crc32(repr(self.stage.later).encode()))
         given |= update.slices.settings_in_words()
         several = self.stage.group.size > 1 or update.across is not None
@@ -177,6 +181,12 @@ class Alike:
         if differ(LATER):
             later = self._said({LATER: ", ".join(self.stage.later)}, self.stage.group)
             raise ValueError(f"{self._step()}: {difference(later)}; nothing is updated. {REMEDY}")
+        if differ(TWICE):
+            twice = {rank: {TWICE: words[TWICE]} for rank, words in said.items()}
+            raise ValueError(
+                f"{self._step()}: {difference(twice)}; nothing is updated. Under checkpoint(..., use_reentrant=False) "
+                "it comes once, whatever each rank computes"
+            )
         if differ(FREEZING):
             self._refuse_frozen_between()
         settings = {rank: {k: v for k, v in w.items() if k not in COUNTS} for rank, w in said.items()}

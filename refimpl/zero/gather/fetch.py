@@ -24,6 +24,7 @@ from refimpl.zero.backward import in_backward
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.gather.path import Path
 from refimpl.zero.gather.prefetch import Pass, next_ones, soon_again
+from refimpl.zero.gather.transforms import explain, refuse_transformed
 from refimpl.zero.gather.unit import Unit
 from refimpl.zero.gather.watch import Watch
 from refimpl.zero.hooks import untraced, weakly
@@ -61,6 +62,7 @@ class Fetch:
         self.names = {m: name or "the model" for name, m in model.named_modules()}
         self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
         self.units = list(dict.fromkeys(u for units in units_of.values() for u in units))
+        self.joins = any(unit.is_joined for unit in self.units)
         self.gathered = {u for u in self.units if not u.is_free}
         self.unit_at = {u.full.untyped_storage()._cdata: u for u in self.units}
         self.running: list[Running] = []  # outermost first
@@ -146,6 +148,7 @@ class Fetch:
             return  # it never began: a hook before ours raised
         if self.running.pop().is_watched:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+            explain(self.names[module])
         if self.units_of[module]:
             for tensor in tensors_of(output):
                 if shown := self.unit_holding(tensor):
@@ -195,10 +198,13 @@ class Fetch:
         innermost hooks alone, so these hand on to those around them what is theirs: a checkpoint's, for one. Inside a
         checkpoint that began within `module` there is no place for more (it would end by taking away these in place of
         its own) and no need: backward runs its function again.
+        A unit of several modules is still there when each of them is done, and nothing tells who reads it then: the
+        outermost module is watched too.
         """
         enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         running = self.running[-1]
-        if self.units_of[module] and not running.is_watched and torch.is_grad_enabled() and enabled:
+        may_save = self.units_of[module] or (self.joins and running is self.running[0])
+        if may_save and not running.is_watched and torch.is_grad_enabled() and enabled:
             around = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if around != running.around:
                 return
@@ -249,6 +255,7 @@ class Fetch:
             unit.wait()
         elif self.running:
             reader = self.running[-1].module
+            refuse_transformed(unit.name)
             self.units_of[reader].append(unit)
             self.path.visit(unit, "forward")
             unit.wait()
@@ -285,6 +292,7 @@ def is_within(module: nn.Module) -> bool:
 def gather(now: list[Unit], ahead: Iterable[Unit] = ()) -> None:
     """Return when the units `now` are available, with those `ahead` on their way: all start before one is awaited."""
     for unit in now:
+        refuse_transformed(unit.name)
         unit.start()
     for unit in ahead:
         unit.prefetch()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from refimpl.comm import levels
 from refimpl.comm.first import take_first
@@ -53,7 +53,7 @@ def share(
     """
     loose = [p for p in model.parameters() if p not in done]
     for p in loose:
-        DATA.__set__(p, DATA.__get__(p).contiguous())
+        DATA.__set__(p, row_by_row(DATA.__get__(p)))
     ranks = {DATA.__get__(p): experts.get(p, group) for p in loose}
     ranks |= dict.fromkeys(model.buffers(), group)
     ranks |= {buffer: those for _, module, those in apart(model, experts) for buffer in module.buffers()}
@@ -62,6 +62,11 @@ def share(
     for p in loose:
         if dtype is not None and p.is_floating_point():
             DATA.__set__(p, DATA.__get__(p).to(dtype))
+
+
+def row_by_row(tensor: Tensor) -> Tensor:
+    """`contiguous()`, with a new tensor's strides too: one channel in channels_last counts as such with its own."""
+    return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 def refuse_foreign(names: Mapping[nn.Parameter, str], trains: bool) -> None:
@@ -144,7 +149,20 @@ def refuse_unfit(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
                 "and whose communication hook has no effect here: hand over its .module, and for fewer bytes set "
                 "communication_data_type or compression (gradient_compression in the JSON)"
             )
+    refuse_not_dense({p: f"parameter {name}" for p, name in names.items()})
+    refuse_not_dense({buffer: f"buffer {name}" for name, buffer in model.named_buffers()})
     refuse_shared_memory(names)
+
+
+def refuse_not_dense(words: Mapping[Tensor, str]) -> None:
+    """TypeError for what does not lie in one memory of its shape, and so has no flat place in a bucket or message."""
+    for tensor, what in words.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else tensor.layout
+            raise TypeError(
+                f"{what} is {kind}, which cannot be sent and saved as it lies: keep its parts (indices and values) as "
+                "dense ones, or the tensor in a plain attribute, which is each rank's own affair"
+            )
 
 
 def refuse_shared_memory(names: dict[nn.Parameter, str]) -> None:
