@@ -101,6 +101,17 @@ def replace_folder(new: Path, folder: Path, ours: Callable[[str], bool]) -> None
     discard(old)
 
 
+def join_folder(new: Path, folder: Path, mark: str) -> None:
+    """Move what `new` holds into `folder`, beside what is there; last the file `mark`, which makes it count."""
+    for entry in sorted(new.iterdir()):
+        if entry.name != mark:
+            os.replace(entry, folder / entry.name)
+    sync(folder)
+    os.replace(new / mark, folder / mark)
+    sync(folder)
+    discard(new)
+
+
 def inherit(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
     """Move what somebody else has put into `old` to its successor."""
     if old.is_dir() and not old.is_symlink():

@@ -39,10 +39,11 @@ def begin(folder: Path, new: Path, held: ExitStack) -> None:
             atomic.sync(save_dir.parent)
         held.enter_context(atomic.hold(save_dir, manifest.NAME, manifest.ours))
     with naming(folder), atomic.alone_with(folder):
-        if os.path.lexists(folder) and not manifest.is_in(folder) and any(folder.iterdir()):
+        is_other = os.path.lexists(folder) and not manifest.is_in(folder) and any(folder.iterdir())  # a file: an error
+        if is_other and folder.is_symlink():
             raise CheckpointError(
-                f"{folder}: something else than a checkpoint (it has no {manifest.NAME}); move it away, or choose "
-                "another tag"
+                f"{folder}: a link to something else than a checkpoint (it has no {manifest.NAME}); move it away, or "
+                "choose another tag"
             )
         new.mkdir()
 
@@ -80,7 +81,10 @@ def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) ->
         atomic.sync(new / manifest.NAME)
         atomic.sync(new)
     with naming(folder), atomic.alone_with(folder):
-        atomic.replace_folder(new, folder, manifest.ours)
+        if folder.is_dir() and not (folder.is_symlink() or manifest.is_in(folder)):  # a script's, with its tokenizer
+            atomic.join_folder(new, folder, manifest.NAME)
+        else:
+            atomic.replace_folder(new, folder, manifest.ours)
     script = folder.parent / SCRIPT
     with naming(script):
         if not os.path.lexists(script):

@@ -253,14 +253,20 @@ def test_no_folder_to_save_to(save_dir: Any, other: refimpl.Engine) -> None:
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(saved: Path, other: refimpl.Engine) -> None:
+    """Scripts save their tokenizer there first; DeepSpeed writes beside it too."""
     (saved / "data").mkdir()
     (saved / "data/precious.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"data: something else than a checkpoint.*another tag"):
-        other.save_checkpoint(saved, "data")
+    (saved / "link").symlink_to("data")
+    with pytest.raises(CheckpointError, match=r"link: a link to something else than a checkpoint.*another tag"):
+        other.save_checkpoint(saved, "link")
+    assert [path.name for path in (saved / "data").iterdir()] == ["precious.txt"]
+    assert other.save_checkpoint(saved, "data")
+    assert other.save_checkpoint(saved, "data")
     assert (saved / "data/precious.txt").read_text() == "years of work"
     (saved / "empty").mkdir()
-    assert other.save_checkpoint(saved, "empty")
-    assert other.load_checkpoint(saved)[0] == str(saved / "empty")
+    for tag in ("data", "empty"):
+        assert other.save_checkpoint(saved, tag)
+        assert other.load_checkpoint(saved)[0] == str(saved / tag)
 
 
 def test_a_tag_that_is_a_link_is_replaced_and_what_it_points_at_kept(saved: Path, other: refimpl.Engine) -> None:

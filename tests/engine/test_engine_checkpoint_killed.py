@@ -47,7 +47,7 @@ def killed(at: int, folder: Path, do: Callable[[], object]) -> bool:
     return code != 0
 
 
-@pytest.mark.parametrize(("tag", "behind"), [("best", False), ("new", False), ("best", True)])
+@pytest.mark.parametrize(("tag", "behind"), [("best", False), ("new", False), ("best", True), ("notes", False)])
 def test_killed_at_every_call_to_the_file_system(tag: str, behind: bool, tmp_path: Path) -> None:
     pristine, engine = tmp_path / "pristine", start(settings(0))
     train(engine, range(1))
