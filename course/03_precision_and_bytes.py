@@ -872,10 +872,12 @@ print(*(abs(share - 1) < 0.05 for share in (wide, *scaled)))
 pd.Series(learned, name="learned, of fp32").map("{:.0%}".format).to_frame()
 
 # %% [markdown]
-# That is why NVIDIA's Transformer Engine takes E5M2 for gradients by default, and why DeepSeek-V3 can do without it: it has
-# a scale for every 128 numbers of an activation and every 128 by 128 of a weight. MXFP8 on Blackwell has one, a power
-# of two, for 32. What does the smaller block buy? An **outlier** shows it. One channel of each norm is multiplied by
-# $k$, and the weights behind it divided by $k$: in fp32 the same model. Then all other numbers are small beside the largest.
+# A scale a tensor is enough here, for gradients too. Those of large models reach further down: there NVIDIA's Transformer
+# Engine takes E5M2 for them by default, and DeepSeek-V3 stays with E4M3 and has a scale for every 128 numbers of an
+# activation and every 128 by 128 of a weight. MXFP8 on Blackwell has one, a power of two, for 32.
+#
+# What does a smaller block buy? An **outlier** shows it. One channel of each norm is multiplied by $k$, and the weights
+# behind it are divided by $k$: in fp32 the same model. Then all other numbers are small beside the largest.
 
 
 # %%
