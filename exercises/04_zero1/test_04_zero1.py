@@ -173,7 +173,7 @@ def train(answer: Answer, group: WatchedGroup, make: Make, dtype: torch.dtype) -
         all_done(watched, "step")
         shard = padded // group.size
         state = judge_state(sharded, shard, dtype)
-        judge_place(sharded, trained[0], shard * group.rank)
+        judge_place(sharded, trained[0], shard, watched)
         judge_padding(sharded, shard, min(shard, max(0, shard * (group.rank + 1) - numel)))
         if dtype == F32:
             history.append(weights(model))
@@ -244,13 +244,17 @@ def judge_state(sharded: object, shard: int, dtype: torch.dtype) -> int:
     return alive
 
 
-def judge_place(sharded: Any, first: nn.Parameter, begin: int) -> None:
-    """The shard lies where this rank's elements of the buffer are; one in memory of its own is told by the weights."""
+def judge_place(sharded: Any, first: nn.Parameter, shard: int, group: WatchedGroup) -> None:
+    """Each rank's shard lies where its elements of the buffer are; one in memory of its own is told by the weights.
+
+    Every rank looks at all: rank 0 has the right place in the commonest mistake, and its weights another story.
+    """
     mine = sharded.optimizer.param_groups[0]["params"][0]
-    if mine.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
-        at = mine.storage_offset()
+    within = mine.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    for rank, at in enumerate(group.everyone(mine.storage_offset() if within else None)):
         own = "rank r has the r-th of N, S elements each"
-        require(at == begin, f"this rank's shard begins at element {at} of the buffer, expected {begin}: {own}")
+        right = at in (None, rank * shard)
+        require(right, f"rank {rank}'s shard begins at element {at} of the buffer, expected {rank * shard}: {own}")
 
 
 def judge_padding(sharded: Any, shard: int, padding: int) -> None:

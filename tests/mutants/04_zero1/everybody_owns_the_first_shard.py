@@ -1,7 +1,7 @@
 """Each rank updates the first shard.
 
 task: ShardedOptimizer
-says: this rank's shard begins at element 0 of the buffer
+says: rank 1's shard begins at element 0 of the buffer
 """
 
 
@@ -11,5 +11,5 @@ class ShardedOptimizer(ShardedOptimizer):
         whole = flatten(model, group.size)
         group.broadcast(whole)
         self.flat = whole
-        self.shard = nn.Parameter(whole[: len(whole) // group.size])
-        self.optimizer = make_optimizer([self.shard])
+        self.mine = nn.Parameter(whole[: len(whole) // group.size])
+        self.optimizer = make_optimizer([self.mine])
