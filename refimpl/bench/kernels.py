@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._functorch import config
 
 from refimpl.kernels.case import Case, cases, outputs, wave
+from refimpl.ranks.causes import causes
 
 HEAT = ("case",)
 TURNS, SAMPLES, SECONDS = 3, 20, 0.1  # of each way; in a turn at most so many calls, and about so long
@@ -136,10 +137,8 @@ def heat(case: Case, device: torch.device, limits: Limits, deadline: float) -> I
 
 def why(error: BaseException) -> str:
     """A peer's error in a word; a compiler wraps what stopped it, our patience included."""
-    within: BaseException | None = error
-    while within is not None and not isinstance(within, TimeoutError):
-        within = within.__cause__ or within.__context__
-    return type(error).__name__ if within is None else f"not there after {PATIENCE:g} s"
+    late = any(isinstance(layer, TimeoutError) for layer in causes(error))
+    return f"not there after {PATIENCE:g} s" if late else type(error).__name__
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from refimpl.comm.group import Group
+from refimpl.ranks.causes import causes
 from refimpl.ranks.lost import echo
 
 T = TypeVar("T")
@@ -54,10 +55,8 @@ def explained(error: BaseException) -> str:
     """What the system said, and what to do about it. torch and safetensors wrap the system's error in their own."""
     if is_ours(error):  # of a disk that something is offloaded to: it says itself which
         return str(error)
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, OSError):
-        inner = inner.__cause__ or inner.__context__
-    if isinstance(inner, OSError):
+    inner = next((layer for layer in causes(error) if isinstance(layer, OSError)), None)
+    if inner is not None:
         number, text = inner.errno, inner.strerror or str(inner)
     else:
         found = re.search(r"\(os error (\d+)\)", str(error))  # as Rust writes it

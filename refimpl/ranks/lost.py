@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from refimpl.ranks.causes import causes
+
 E = TypeVar("E", bound=Exception)
 
 _CONNECTION_LOST = re.compile(
@@ -23,13 +25,11 @@ class RankLost(RuntimeError):
 
 def lost_connection(error: BaseException | None) -> bool:
     """Whether this error, or one that it was raised from, only says that another rank went away."""
-    while error is not None:
-        if isinstance(error, RankLost | ConnectionError | dist.DistNetworkError) or (
-            isinstance(error, RuntimeError) and _CONNECTION_LOST.search(str(error))
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(layer, RankLost | ConnectionError | dist.DistNetworkError)
+        or (isinstance(layer, RuntimeError) and _CONNECTION_LOST.search(str(layer)))
+        for layer in causes(error)
+    )
 
 
 def echo(error: E) -> E:
@@ -40,7 +40,4 @@ def echo(error: E) -> E:
 
 def is_echo(error: BaseException) -> bool:
     """Whether another rank's error says more than this one, or any that it was raised from."""
-    told: BaseException | None = error
-    while told is not None and not getattr(told, "is_echo", False):
-        told = told.__cause__ or told.__context__
-    return told is not None or lost_connection(error)
+    return any(getattr(layer, "is_echo", False) for layer in causes(error)) or lost_connection(error)
