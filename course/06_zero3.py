@@ -865,6 +865,8 @@ print("same bits as DDP without a limit:", finished["zero3"][0][1] == unlimited[
 #   parameters and its hooks: Zhao et al. 2023, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), sections 4.2 and
 #   4.3.
 #
-# That was the ladder: DDP, one diff, ZeRO-1, one diff, ZeRO-2, one diff, ZeRO-3.
+# That was the ladder: DDP, one diff, ZeRO-1, one diff, ZeRO-2, one diff, ZeRO-3. You have built it too: when your `Ddp`,
+# `ShardedOptimizer`, `GradientShards` and `Zero3` have passed, `refimpl demo --yours` trains the demo's GPT by each of
+# them, and compares bits with one process, bytes with the formulas.
 #
 # Next: [activations](07_activations.ipynb), the memory that no stage divides.

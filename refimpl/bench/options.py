@@ -97,12 +97,12 @@ def mixture(text: str) -> str:
     return ",".join(map(str, numbers))
 
 
-def gpt(**shape: int) -> "GPTConfig":
+def gpt(context: int, width: int, layers: int) -> "GPTConfig":
     """A model over bytes, of 4 heads, or one line about a width that these cannot share."""
     from refimpl.model.gpt import GPTConfig
 
     try:
-        return GPTConfig(vocab=256, heads=4, **shape)
+        return GPTConfig(vocab=256, context=context, width=width, layers=layers, heads=4)
     except ValueError as error:
         raise typer.BadParameter(f"--width: {error}") from None
 

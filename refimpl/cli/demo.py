@@ -6,7 +6,7 @@
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ from refimpl.bench.written import write_json, writing
 from refimpl.cli import page, report
 from refimpl.cli.options import Plan
 from refimpl.cli.report import Row
-from refimpl.cli.train import DTYPES, Compared, Trained, oracle, train
+from refimpl.cli.train import Compared, Trained, oracle
 from refimpl.comm.group import Group
 from refimpl.model.gpt import native_low_precision
 from refimpl.plan.formulas import Strategy
@@ -36,13 +36,13 @@ Curves = dict[tuple[str, str], list[float]]  # (strategy, dtype) -> loss of each
 def run(plan: Plan) -> int:
     """Train, print the tables, write the report. Exit status: 0, or 1 when a strategy missed the oracle."""
     jobs: list[Job] = [(oracle, (plan.task, plan.ranks), 1)]
-    jobs += [(train, (plan.task, plan.strategies, dtype), plan.ranks) for dtype in DTYPES]
+    jobs += [(plan.train, (plan.task, plan.strategies, dtype), plan.ranks) for dtype in plan.dtypes]
     if launch.under_torchrun():
         results = on_torchrun_ranks(jobs, plan.device)
         if int(os.environ["RANK"]):
             return 0
     else:
-        results = on_new_ranks(jobs, plan.task.steps * (1 + len(DTYPES) * len(plan.strategies)), plan.device)
+        results = on_new_ranks(jobs, plan.task.steps * (1 + len(plan.dtypes) * len(plan.strategies)), plan.device)
     rows, curves = judge(plan, results)
     publish(plan, rows, curves, environment(plan, results))
     return 1 if any(row.equal_to_oracle is False for row in rows) else 0
@@ -106,7 +106,7 @@ def judge(plan: Plan, results: Sequence[Results]) -> tuple[list[Row], Curves]:
 
 def by_strategy(plan: Plan, results: Sequence[Results]) -> Iterator[tuple[Strategy, str, list[Trained]]]:
     """(strategy, dtype, what each rank brought home), in the order of the table."""
-    for dtype, ranks in zip(DTYPES, results[1:], strict=True):
+    for dtype, ranks in zip(plan.dtypes, results[1:], strict=True):
         for i, strategy in enumerate(plan.strategies):
             yield strategy, dtype, [rank[i] for rank in ranks]
 
@@ -147,6 +147,15 @@ def environment(plan: Plan, results: Sequence[Results]) -> dict[str, Any]:
     }
 
 
+def in_transit(buffers: Mapping[str, float]) -> Iterator[str]:
+    """What is to be said of them, if there are any."""
+    if most := max(buffers.values()):
+        yield (
+            "On top, in no formula: buffers in which gradients and parameters travel, a few buckets or modules "
+            f"whatever the size of the model; for this small one up to {most:.1f} bytes a parameter."
+        )
+
+
 def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) -> None:
     """Print the tables; write report.json, the picture and the page, and say where they are."""
     console = Console(width=None if sys.stdout.isatty() else 110)
@@ -158,18 +167,8 @@ def publish(plan: Plan, rows: list[Row], curves: Curves, facts: dict[str, Any]) 
     )
     for table in report.rich_tables(rows):
         console.print(table)
-    most = max(facts["buffers_in_transit_bytes_per_parameter"].values())
-    console.print(
-        "The small all_reduce: the gradients' norm, which also tells every rank of an Inf, 16 B for whether the "
-        "optimizers' settings are the same, and 8 B a parameter tensor for whether any rank used it. "
-        "bf16 rows have no oracle in bf16.",
-        highlight=False,
-    )
-    console.print(
-        "On top, in no formula: buffers in which gradients and parameters travel, a few buckets or modules whatever "
-        f"the size of the model; for this small one up to {most:.1f} bytes a parameter.",
-        highlight=False,
-    )
+    for note in (*plan.notes, *in_transit(facts["buffers_in_transit_bytes_per_parameter"])):
+        console.print(note, highlight=False)
     plan.out.mkdir(parents=True, exist_ok=True)
     files = {name: plan.out / name for name in ("report.json", "demo.png", "demo.html")}
     write_json(files["report.json"], {"environment": facts, "rows": [asdict(row) for row in rows]})

@@ -64,6 +64,9 @@ def demo(
         str | None, typer.Option(help="dp=2,pp=2,tp=2 (and cp): one model over all axes, beside one process.")
     ] = None,
     folder: Annotated[Path, typer.Option(help="With --infinity: a folder on that disk.")] = Path("out/disk"),
+    yours: Annotated[
+        bool, typer.Option("--yours", help="Train by the classes that you wrote in chapters 02, 04, 05 and 06.")
+    ] = False,
 ) -> None:
     """Train one small GPT by every strategy: same weights, different bytes. Writes a report, a picture and a page."""
     from refimpl.cli import demo, options
@@ -72,6 +75,8 @@ def demo(
     given = [name for name in typed.params if str(typed.get_parameter_source(name)).endswith("COMMANDLINE")]
     if "folder" in given and not infinity:
         refuse("refimpl demo", f"--folder {folder}: only --infinity uses a disk; add it, or leave --folder out")
+    if yours and (others := {"infinity", "mesh", "device"}.intersection(given)):
+        refuse("refimpl demo", f"--{min(others)}: --yours trains by your own classes, on the CPU; leave it out")
     if infinity:
         from refimpl.cli import infinity as infinities
 
@@ -93,6 +98,10 @@ def demo(
         raise typer.Exit(meshes.run(shape, task, mesh_out))
     with refusing("refimpl demo", ValueError):
         plan = options.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
+        if yours:
+            from refimpl.cli import yours as answers
+
+            plan = answers.asked(plan)
     try:
         status = demo.run(plan)
     except RankError as failure:

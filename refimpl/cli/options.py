@@ -4,7 +4,7 @@ Every refusal is one line that names the option, what is wrong with it, and what
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from refimpl.cli.doctor import GB, MB
-from refimpl.cli.train import STAGES, Task
+from refimpl.cli.train import DTYPES, STAGES, Task, Trained, train
 from refimpl.model.data import corpus, load_text
 from refimpl.model.gpt import GPTConfig
 from refimpl.plan.formulas import Strategy
@@ -24,6 +24,10 @@ from refimpl.zero.flat import ALIGN, round_up
 RANK_BYTES = 30 * MB
 TRAIN_BYTES = 24  # a parameter: 4 weights, 4 gradients, 8 optimizer, 8 buffers that travel
 ACTIVATIONS = 20  # floats a token, layer and unit of width that backward needs
+CONTROL = (
+    "The small all_reduce: the gradients' norm, which also tells every rank of an Inf, 16 B for whether the "
+    "optimizers' settings are the same, and 8 B a parameter tensor for whether any rank used it."
+)
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,13 @@ class Plan:
     """A demo that can be run."""
 
     task: Task
-    strategies: list[Strategy]
+    strategies: Collection[Strategy]
     ranks: int
     device: str
     out: Path
+    train: Callable[..., list[Trained]] = train  # of a rank; is given the task, the strategies and a dtype
+    dtypes: Sequence[str] = tuple(DTYPES)
+    notes: Sequence[str] = (CONTROL, "bf16 rows have no oracle in bf16.")
 
 
 def plan(

@@ -5,7 +5,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from refimpl.grading.chapters import chapters
+from refimpl.grading.chapters import chapters, find_chapter
+from refimpl.grading.ladder import LADDER
 from refimpl.grading.progress import Progress, bar
 
 COLOURS = {"pass": "green", "fail": "red", "todo": "dim"}
@@ -32,4 +33,6 @@ def run() -> None:
                 )
         table.add_section()
     console.print(table)
+    if all(progress.stands(find_chapter(chapter), task) for chapter, task in LADDER.values()):
+        console.print("Your own ladder, DDP to ZeRO-3, can train a GPT: refimpl demo --yours", highlight=False)
     console.print(upcoming or "All exercises pass.", highlight=False, soft_wrap=True)

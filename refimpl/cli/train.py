@@ -41,6 +41,7 @@ class Task:
     seed: int = 0
     batch: int = 4  # sequences in a micro-batch
     lr: float = 5e-4
+    fused: bool = True  # torch's AdamW in one kernel
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def oracle(task: Task, micro_batches: int) -> list[Trained]:
     device = Group.world().device
     model, batches = repeatable(task)
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, fused=task.fused)
     losses = []
     for step in range(task.steps):
         parts = []
@@ -114,7 +115,7 @@ class Learner:
         self.group = Group.world(deterministic=True)
         self.model, self.batches = repeatable(task)
         self.model.to(self.group.device, self.dtype)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=task.lr, fused=True)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=task.lr, fused=task.fused)
         config = ZeroConfig(leaf_modules=("Block",))
         self.stage = STAGES[strategy](self.model, optimizer, self.group, config=config)
         self.clock = Clock(self.group.device, warmup=min(WARMUP, task.steps - 1))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from refimpl.grading.chapters import Chapter, unwritten
 from refimpl.grading.verdict import Outcome, Verdict
 from refimpl.userdata import data_folder, replace, set_aside
 
@@ -41,6 +42,11 @@ class Progress:
 
     def entry(self, chapter: str, task: str) -> Entry:
         return self.entries.setdefault(f"{chapter}/{task}", Entry())
+
+    def stands(self, chapter: Chapter, task: str) -> bool:
+        """Whether the learner's answer is there, and its last grading passed it."""
+        graded = self.entry(chapter.name, task).outcome
+        return graded == "pass" and chapter.exercise.is_file() and not unwritten(chapter.exercise, task)
 
     def record(self, verdicts: Mapping[tuple[str, str], Verdict]) -> None:
         """Keep these results, and save."""

@@ -1,8 +1,9 @@
 """A small GPT: predict the next byte of a text from the bytes before it.
 
-Pre-LN blocks, learned positions, causal attention, a GELU MLP four times as wide, and a head tied to the token
-embedding. With width w and L layers it has V w + C w + L (12 w^2 + 13 w) + 2 w parameters, and when w is a multiple
-of 64 so is every tensor's number of elements (fused Adam then gives the same bits however the tensors are cut).
+Pre-LN blocks, learned positions, causal attention, a GELU MLP four times as wide, and a head that is tied to the token
+embedding, unless `tied` is False. With width w and L layers it has V w + C w + L (12 w^2 + 13 w) + 2 w parameters, and
+when w is a multiple of 64 so is every tensor's number of elements (fused Adam then gives the same bits however the
+tensors are cut).
 
 Each submodule draws its own initial weights in its own constructor, so a context such as `zero.Init` can take them
 away the moment they exist. Radford et al. 2019 (GPT-2), section 2.3.
@@ -33,6 +34,7 @@ class GPTConfig:
     width: int = 256
     layers: int = 4
     heads: int = 4
+    tied: bool = True  # the head and the token embedding are one parameter
 
     def __post_init__(self) -> None:
         for name in ("vocab", "context", "width", "layers", "heads"):
@@ -48,9 +50,9 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of GPT(self); the tied head counts once."""
-        w = self.width
-        return (self.vocab + self.context) * w + self.layers * (12 * w * w + 13 * w) + 2 * w
+        """Number of parameters of GPT(self); a tied head counts once."""
+        w, tables = self.width, self.vocab * (1 if self.tied else 2) + self.context
+        return tables * w + self.layers * (12 * w * w + 13 * w) + 2 * w
 
 
 @cache
@@ -177,7 +179,7 @@ class Loss(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, `layers` blocks, a final norm, and a head that shares the token embedding."""
+    """Token and position embeddings, `layers` blocks, a final norm, and a head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -187,7 +189,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln = LayerNorm(config.width)
         self.head = Linear(config.width, config.vocab, bias=False)
-        self.head.weight = self.wte.weight
+        if config.tied:
+            self.head.weight = self.wte.weight
         self.loss: nn.Module = Loss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

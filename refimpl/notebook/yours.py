@@ -6,7 +6,7 @@ learner's exercise.py, if the grader has passed it, else out of solutions/, unse
 
 from typing import Any
 
-from refimpl.grading.chapters import find_chapter, import_file, unwritten
+from refimpl.grading.chapters import find_chapter, import_file
 from refimpl.grading.progress import Progress
 
 
@@ -15,7 +15,5 @@ def yours(chapter: str, task: str) -> Any:
     found = find_chapter(chapter)
     if task not in found.tasks:
         raise ValueError(f"{found.name} has no task {task!r}: there are {', '.join(found.tasks)}")
-    graded = Progress.load().entry(found.name, task).outcome
-    passed = graded == "pass" and found.exercise.is_file() and not unwritten(found.exercise, task)
-    path = found.exercise if passed else found.solution
+    path = found.exercise if Progress.load().stands(found, task) else found.solution
     return getattr(import_file(path, path.stem), task)

@@ -216,7 +216,7 @@ class Shape:
 def of_gpt(config: GPTConfig) -> Shape:
     """The shape of `refimpl.model.gpt`'s GPT."""
     c = config
-    return Shape(c.layers, c.width, c.heads, c.vocab, c.context, hidden=4 * c.width, kv_heads=c.heads)
+    return Shape(c.layers, c.width, c.heads, c.vocab, c.context, hidden=4 * c.width, kv_heads=c.heads, tied=c.tied)
 
 
 def of_size(parameters: float, vocab: int = 51_200, context: int = 2048) -> Shape:

@@ -1,6 +1,7 @@
 """The model: shapes, tied weights, causality, initial weights, and low precision close to fp32."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from refimpl.model import gpt
 from refimpl.model.gpt import GPT, GPTConfig, Linear, native_low_precision
+from refimpl.plan.shape import of_gpt
 
 TINY = GPTConfig(vocab=32, context=16, width=64, layers=2, heads=4)
 
@@ -35,10 +37,13 @@ def test_a_new_model_knows_nothing() -> None:
     assert loss == pytest.approx(math.log(TINY.vocab), abs=0.1)
 
 
-@pytest.mark.parametrize("config", [TINY, GPTConfig(), GPTConfig(vocab=50, context=8, width=128, layers=3, heads=2)])
+@pytest.mark.parametrize(
+    "config",
+    [TINY, replace(TINY, tied=False), GPTConfig(), GPTConfig(vocab=50, context=8, width=128, layers=3, heads=2)],
+)
 def test_parameter_count_and_multiples_of_64(config: GPTConfig) -> None:
     net = model(config)
-    assert sum(p.numel() for p in net.parameters()) == config.parameters
+    assert sum(p.numel() for p in net.parameters()) == config.parameters == of_gpt(config).parameters
     assert all(p.numel() % 64 == 0 for p in net.parameters())
     assert config.hidden_size == config.width
 
