@@ -1,12 +1,8 @@
 """Every grader passes its solution, rejects every wrong answer in mutants/, and says why in the learner's words.
 
-A mutant is what it does otherwise than the solution, behind which it is written: what it does not define is right, and
-`class Zero3(Zero3)` is the solution's class but for some methods. Its docstring names its `task:` and what the report
-`says:`. The matrix of all of them is printed (pytest -s).
+`refimpl/grading/mutant.py` says what a mutant is. The matrix of all of them is printed (pytest -s).
 """
 
-import ast
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,10 +14,11 @@ from worlds import TRITON, worlds
 from refimpl.grading.chapters import Chapter, chapters
 from refimpl.grading.grade import Exercise, Grader
 from refimpl.grading.live import exercises_of
+from refimpl.grading.mutant import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = chapters(ROOT)
-MUTANTS = [(chapter, path) for chapter in CHAPTERS for path in chapter.mutants]
+MUTANTS = [mutant for chapter in CHAPTERS for mutant in mutants_of(chapter)]
 HANG = 4.0  # seconds, so that mutants that hang do not hold everything up
 
 
@@ -46,36 +43,23 @@ def exercise(chapter: Chapter, task: str) -> Exercise:
     return found
 
 
-def wanted(mutant: Path) -> tuple[str, list[str]]:
-    """The task that a mutant gets wrong, and what must be in the report."""
-    text = ast.get_docstring(ast.parse(mutant.read_text())) or ""
-    (task,) = re.findall(r"^task: (.+)$", text, re.MULTILINE)
-    return task, re.findall(r"^says: (.+)$", text, re.MULTILINE)
-
-
-def handed_in(chapter: Chapter, mutant: Path, folder: Path) -> Path:
-    """The mutant as a whole file."""
-    file = folder / mutant.name
-    file.write_text(f"{chapter.solution.read_text()}\n\n{mutant.read_text()}")
-    return file
-
-
 @pytest.mark.parametrize(("chapter", "task"), [param(c, t, t) for c in CHAPTERS for t in c.tasks])
 def test_every_solution_passes(chapter: Chapter, task: str, grader: Grader) -> None:
     verdict = grader.grade(exercise(chapter, task), chapter.solution)
     assert verdict.outcome == "pass", verdict.text
 
 
-@pytest.mark.parametrize(("chapter", "mutant"), [param(c, m, m.stem) for c, m in MUTANTS])
+@pytest.mark.parametrize(("chapter", "mutant"), [param(m.chapter, m, m.path.stem) for m in MUTANTS])
 def test_every_mutant_is_killed_for_the_right_reason(
-    chapter: Chapter, mutant: Path, grader: Grader, tmp_path: Path
+    chapter: Chapter, mutant: Mutant, grader: Grader, tmp_path: Path
 ) -> None:
-    task, words = wanted(mutant)
-    verdict = grader.grade(exercise(chapter, task), handed_in(chapter, mutant, tmp_path), timeout=HANG)
-    print(f"{chapter.name:<24}{mutant.stem:<34}{task:<24}{verdict.outcome:<6}{verdict.headline}")
-    assert verdict.outcome == "fail", f"{mutant.name} survives"
-    assert words, f"{mutant.name} does not say what the report must say"
-    for phrase in words:
+    file, task = tmp_path / mutant.path.name, mutant.task
+    file.write_text(mutant.answer)
+    verdict = grader.grade(exercise(chapter, task), file, timeout=HANG)
+    print(f"{chapter.name:<24}{mutant.path.stem:<34}{task:<24}{verdict.outcome:<6}{verdict.headline}")
+    assert verdict.outcome == "fail", f"{mutant.id} survives"
+    assert mutant.says, f"{mutant.id} does not say what the report must say"
+    for phrase in mutant.says:
         assert phrase in verdict.text, verdict.text
     assert "Traceback" not in verdict.text
     assert len(verdict.text.splitlines()) <= 30, verdict.text
@@ -85,5 +69,5 @@ def test_every_mutant_is_killed_for_the_right_reason(
 def test_every_chapter_is_complete(chapter: Chapter) -> None:
     assert sorted(exercise.task for exercise in exercises(chapter)) == sorted(chapter.tasks)
     assert len(chapter.mutants) >= 5
-    assert {wanted(m)[0] for m in chapter.mutants} == set(chapter.tasks), "each task has a mutant"
+    assert {m.task for m in mutants_of(chapter)} == set(chapter.tasks), "each task has a mutant"
     assert {task: len(hints) >= 2 for task, hints in chapter.hints.items()} == dict.fromkeys(chapter.tasks, True)

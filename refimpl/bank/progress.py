@@ -9,14 +9,13 @@ import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from fsrs import Card as Memory
 from fsrs import Rating, Scheduler
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from refimpl import userdata
-from refimpl.bank.card import AnyCard
 
 RATINGS = {"again": Rating.Again, "hard": Rating.Hard, "good": Rating.Good, "easy": Rating.Easy}
 
@@ -85,9 +84,19 @@ class Progress:
         return entries[card_id]
 
 
+class Asked(Protocol):
+    """A card, or whatever else comes again by its id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+AnyAsked = TypeVar("AnyAsked", bound=Asked)
+
+
 def choose(
-    cards: Iterable[AnyCard], entries: dict[str, Entry], n: int, seed: int, now: datetime | None = None
-) -> list[AnyCard]:
+    cards: Iterable[AnyAsked], entries: dict[str, Entry], n: int, seed: int, now: datetime | None = None
+) -> list[AnyAsked]:
     """What to ask next, at most n: due cards, longest due first; then new ones, by chance; then those soonest due."""
     now, pool = now or datetime.now(UTC), list(cards)
     known = sorted((c for c in pool if c.id in entries), key=lambda c: entries[c.id].due)

@@ -213,6 +213,24 @@ def quiz(
 
 
 @app.command()
+def review(
+    chapter: Annotated[str | None, typer.Argument(help="02_ddp, 02, or 2. Default: all.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to show.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="The same answers again. Default: by chance.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also of tasks that you have not passed.")] = False,
+) -> None:
+    """Wrong answers to tasks that you have passed: find the fault by reading, then see the grader find it."""
+    from refimpl.cli import review
+
+    with refusing("refimpl review", ValueError, FileNotFoundError):
+        mutants = review.select(chapter, everything)
+    try:
+        review.run(mutants, n, seed)
+    except OSError as reason:
+        refuse("refimpl review", f"cannot keep your progress: {reason}; set REFIMPL_DATA to a folder you can write")
+
+
+@app.command()
 def hint(
     chapter: Annotated[str, typer.Argument(help="02_ddp, 02, or 2.")],
     task: Annotated[

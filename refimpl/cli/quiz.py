@@ -38,7 +38,7 @@ def run(cards: dict[str, AnyCard], n: int, seed: int | None, console: Console | 
     seed = random.randrange(1 << 30) if seed is None else seed
     chosen = choose(cards.values(), progress.read(), n, seed)
     results: list[bool] = []
-    console.print(f"{_count(len(chosen), 'question')}. [dim]Enter q to stop; each answer is kept at once.[/]")
+    console.print(f"{count(len(chosen), 'question')}. [dim]Enter q to stop; each answer is kept at once.[/]")
     try:
         for number, card in enumerate(chosen, 1):
             # A card that comes again has fresh numbers and another order of options.
@@ -51,7 +51,7 @@ def run(cards: dict[str, AnyCard], n: int, seed: int | None, console: Console | 
     except (EOFError, KeyboardInterrupt, Leave):
         console.print()
     console.rule(align="left")
-    console.print(f"{sum(results)} of {_count(len(results), 'answer')} right. [dim]Kept in {progress.path}[/]")
+    console.print(f"{sum(results)} of {count(len(results), 'answer')} right. [dim]Kept in {progress.path}[/]")
 
 
 def ask(question: Question, console: Console) -> str:
@@ -59,7 +59,7 @@ def ask(question: Question, console: Console) -> str:
     card = question.card
     console.print(Markdown(question.ask))
     if isinstance(card, Bug):
-        console.print(Padding(_code(card.snippet.strip(), "python"), (1, 2)))
+        console.print(Padding(highlighted(card.snippet.strip(), "python"), (1, 2)))
     for i, option in enumerate(question.options, 1):
         console.print(Padding(Markdown(f"{i}\\. {option}"), (0, 2)))
     if isinstance(card, Open):
@@ -68,7 +68,7 @@ def ask(question: Question, console: Console) -> str:
         return _live_coding(question, card, console)
     while True:
         try:
-            verdict = question.grade(_read(console, _prompt(question)))
+            verdict = question.grade(read(console, _prompt(question)))
         except AnswerError as reason:
             console.print(f"[yellow]{reason}[/]", highlight=False)
             continue
@@ -90,7 +90,7 @@ def explain(question: Question, console: Console) -> None:
     if isinstance(card, Bug):
         change = difflib.ndiff(card.snippet.strip().splitlines(), card.fixed().strip().splitlines())
         shown = "\n".join(line for line in change if line[0] in "+-")
-        console.print(Padding(_code(shown, "diff"), (0, 2, 1, 2)))
+        console.print(Padding(highlighted(shown, "diff"), (0, 2, 1, 2)))
     console.print(Padding(Markdown(question.deep), (0, 2, 1, 2)))
     if card.form in ("open", "numeric", "order", "code"):
         for claim, why in question.wrong:
@@ -102,10 +102,15 @@ def explain(question: Question, console: Console) -> None:
 
 
 def _self_grade(question: Question, console: Console) -> str:
-    _read(console, "Answer aloud, then press Enter")
+    read(console, "Answer aloud, then press Enter")
     console.print(Padding(Markdown(question.short), (1, 2)))
+    return rated(console)
+
+
+def rated(console: Console) -> str:
+    """The reader's own judgement, as a rating to remember."""
     while True:
-        word = _read(console, "How was yours? 1 wrong · 2 with gaps · 3 right · 4 easily").lower()
+        word = read(console, "How was yours? 1 wrong · 2 with gaps · 3 right · 4 easily").lower()
         grade = SELF_GRADES.get(word, word)
         if grade in RATINGS:
             return grade
@@ -116,7 +121,7 @@ def _live_coding(question: Question, card: Code, console: Console) -> str:
     """Grade the learner's file as often as asked. Right at the first try is good, later hard, given up is again."""
     console.print(Markdown(question.task))
     rating = "good"
-    while (word := _read(console, "Enter grades what is written there, g gives up").lower()) != "g":
+    while (word := read(console, "Enter grades what is written there, g gives up").lower()) != "g":
         if word:
             continue
         console.print("[dim]The exercise's grader runs it on real ranks ...[/]")
@@ -153,16 +158,17 @@ def _prompt(question: Question) -> str:
     return f"Your answer, {question.example}"
 
 
-def _code(text: str, language: str) -> Syntax:
+def highlighted(text: str, language: str) -> Syntax:
     return Syntax(text, language, background_color="default", word_wrap=True)
 
 
-def _read(console: Console, prompt: str) -> str:
+def read(console: Console, prompt: str) -> str:
+    """A line of the reader's. Leave, if that is "q"."""
     line = console.input(f"[bold cyan]{prompt}:[/] ").strip()
     if line.lower() in ("q", "quit", "exit"):
         raise Leave
     return line
 
 
-def _count(n: int, what: str) -> str:
+def count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
