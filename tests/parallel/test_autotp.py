@@ -35,7 +35,7 @@ def compare(names: list[str], then: Callable[..., None] | None = None) -> dict[s
         assert torch.equal(states[0], torch.random.get_rng_state())  # of rank 0 nothing is drawn; the others follow it
         same_numbers(model, made(name, rank=0)[0], example, group)
         if then is not None:
-            then(model, example, found[name])
+            then(model, example, found[name], group)
     return found
 
 
@@ -73,9 +73,9 @@ def test_transformers_families_compute_what_they_compute_whole(ranks: int) -> No
         assert "whole" not in found[name].values()
 
 
-def sums_travel(model: nn.Module, example: dict[str, Tensor], report: Report) -> None:
+def sums_travel(model: nn.Module, example: dict[str, Tensor], report: Report, group: Group) -> None:
     """A copied head's gradients between those who have it, the norm's between all."""
-    group, outs = Group.world(), tensors(model(**example))
+    outs = tensors(model(**example))
     group.ledger.reset()
     torch.autograd.backward([y.square().sum() for y in outs])
     sums = [(p, split.copies) for p, (split, _, _) in cuts(model).items() if split.copies > 1]
