@@ -172,7 +172,7 @@ def index_of(files: dict[str, dict[str, Entry]]) -> dict[str, Any]:
 
 def size_of(text: str | int, least: int = 1) -> int:
     """ "5GB" -> 5_000_000_000 bytes; "500 mb", "1.5GiB", "3k" or a number. ValueError for what is no size."""
-    found = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?)b?", str(text).strip().lower())
+    found = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)\s*([kmgt]?)(i?)b?", str(text).strip().lower())
     try:
         size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else -1
         if size >= least:
