@@ -27,27 +27,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "DDP",
-    "GPT",
-    "Checkpoint",
-    "DiLoCo",
-    "Engine",
-    "GPTConfig",
-    "Group",
-    "Ledger",
-    "LocalSGD",
-    "MemoryMeter",
-    "Zero1",
-    "Zero2",
-    "Zero3",
-    "ZeroConfig",
-    "alias_deepspeed",
-    "checkpoint",
-    "initialize",
-    "join",
-    "run",
-    "token_mean",
-]
+    "DDP", "GPT", "Checkpoint", "DiLoCo", "Engine", "GPTConfig", "Group", "Ledger", "LocalSGD", "MemoryMeter", "Zero1",
+    "Zero2", "Zero3", "ZeroConfig", "alias_deepspeed", "checkpoint", "initialize", "join", "run", "token_mean",
+]  # fmt: skip
 
 # So that `import refimpl.launch`, which every rank and every fork server does, loads nothing else.
 _HOMES = {

@@ -32,12 +32,12 @@ def run(plan: Plan, blocks: Sequence[nn.Module], x: Tensor, how: Checkpoint) -> 
 class Chain(nn.ModuleList):
     """The same modules under the same names; iterating gives one callable that runs them all by a plan."""
 
-    def __init__(self, blocks: nn.ModuleList, plan: Plan, how: Checkpoint | None = None) -> None:
+    def __init__(self, blocks: nn.ModuleList, plan: Plan) -> None:
         """ValueError if the plan does not run each block once, in order."""
         super().__init__(blocks)
         if list(blocks_of(plan)) != list(range(len(blocks))):
             raise ValueError(f"the plan runs blocks {list(blocks_of(plan))}, the chain has {len(blocks)}, each once")
-        self.plan, self.how = plan, how or Checkpoint()
+        self.plan, self.how = plan, Checkpoint()
 
     def __iter__(self) -> Iterator[Any]:
         blocks = list(self._modules.values())

@@ -26,7 +26,6 @@ from refimpl.checkpoint.place import dtype_named
 from refimpl.checkpoint.tensors import PIECE, Entry, Writer
 
 Fill = Callable[[Path], object]  # writes a file
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def entries(folder: Folder, dtype: torch.dtype | None, exclude_frozen: bool = False) -> dict[str, Entry]:
@@ -171,14 +170,13 @@ def index_of(files: dict[str, dict[str, Entry]]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
-def size_of(text: str | int) -> int:
-    """5GB -> 5_000_000_000 bytes. ValueError for what is no size."""
-    said = str(text).strip()
-    unit = next((unit for unit in UNITS if said.upper().endswith(unit.upper())), "")
+def size_of(text: str | int, least: int = 1) -> int:
+    """ "5GB" -> 5_000_000_000 bytes; "500 mb", "1.5GiB", "3k" or a number. ValueError for what is no size."""
+    found = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)\s*([kmgt]?)(i?)b?", str(text).strip().lower())
     try:
-        size = int(float(said[: len(said) - len(unit)]) * UNITS.get(unit, 1))
+        size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else -1
+        if size >= least:
+            return int(size)
     except (ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise ValueError(f"{text!r} is not a size such as 5GB or 500MB")
-    return size
+        pass
+    raise ValueError(f"{text!r} is not a size such as 5GB or 500MB")

@@ -102,12 +102,8 @@ def demo(
             from refimpl.cli import yours as answers
 
             plan = answers.asked(plan)
-    try:
-        status = demo.run(plan)
-    except RankError as failure:
-        print(f"refimpl demo: {failure}", file=sys.stderr)
-        status = 1
-    raise typer.Exit(status)
+    with refusing("refimpl demo", RankError, status=1):
+        raise typer.Exit(demo.run(plan))
 
 
 @app.command()
@@ -145,11 +141,8 @@ def bench(context: typer.Context) -> None:
     from refimpl.bench.cli import app as bench_app
     from refimpl.launch import RankError
 
-    try:
+    with refusing("refimpl bench", RankError, status=1):
         pass_on(bench_app, context)
-    except RankError as failure:
-        print(f"refimpl bench: {failure}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 @app.command(context_settings=PASSED_ON)

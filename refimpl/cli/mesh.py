@@ -17,12 +17,12 @@ from rich.table import Table
 
 from refimpl import launch
 from refimpl.bench.written import write_json, writing
-from refimpl.cli.options import TRAIN_BYTES, check_memory, check_seed, check_writable
+from refimpl.cli.options import RANK_BYTES, TRAIN_BYTES, check_memory, check_writable, task_of
 from refimpl.cli.train import Task
 from refimpl.engine.initialize import initialize
 from refimpl.measure.memory import MemoryMeter
-from refimpl.model.data import Batches, corpus, load_text
-from refimpl.model.gpt import GPT, GPTConfig
+from refimpl.model.data import Batches
+from refimpl.model.gpt import GPT
 from refimpl.plan import formulas
 from refimpl.plan.mesh import Mesh
 from refimpl.plan.shape import of_gpt
@@ -77,9 +77,8 @@ def asked(
     )
     if ranks not in (None, found.gpus):
         raise ValueError(f"--ranks {ranks}: --mesh {mesh} has {found.gpus}; leave --ranks out")
-    if width % 64 or min(layers, width, context) < 1 or steps < 2:
-        raise ValueError("--width must be a multiple of 64, --layers and --context at least 1, --steps at least 2")
-    model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
+    task = task_of(steps, text, layers, width, context, seed, SEQUENCES)
+    model = task.model
     if model.heads % tp or model.vocab % tp:
         raise ValueError(
             f"--mesh {mesh}: tp must divide the {model.heads} heads and the vocabulary of {model.vocab}, so that every "
@@ -89,9 +88,7 @@ def asked(
         found.check(of_gpt(model))
     except ValueError as reason:
         raise ValueError(f"--mesh {mesh}: {reason}") from None
-    check_seed(seed)
-    check_memory(30 * 10**6 + TRAIN_BYTES * model.parameters, found.gpus)
-    task = Task(model, load_text(text, context) if text else corpus(), steps, seed, SEQUENCES)
+    check_memory(RANK_BYTES + TRAIN_BYTES * model.parameters, found.gpus)
     out = Path("out/mesh") if out == Path("out/demo") else out
     check_writable("out", out)
     return found, task, out

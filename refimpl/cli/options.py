@@ -58,6 +58,19 @@ def plan(
 ) -> Plan:
     """Check the options of `refimpl demo`. ValueError says in one line what cannot be done, and why."""
     ranks = ranks_asked(ranks)
+    task = task_of(steps, text, layers, width, context, seed)
+    unknown = [s for s in strategies or [] if s not in STAGES]
+    if unknown:
+        raise ValueError(f"--strategy {unknown[0]}: there is no such strategy; choose from {', '.join(STAGES)}")
+    device = _device(device, ranks)
+    chosen = [s for s in STAGES if s in (strategies or STAGES)]
+    check_memory(rank_bytes(task, len(chosen)), ranks)
+    check_writable("out", out)
+    return Plan(task, chosen, ranks, device, out)
+
+
+def task_of(steps: int, text: Path | None, layers: int, width: int, context: int, seed: int, batch: int = 4) -> Task:
+    """What is to be learned. ValueError names the option that cannot be so."""
     if steps < 2:
         raise ValueError(
             f"--steps {steps}: at least 2 are needed, before its first the optimizer has no state to count"
@@ -65,28 +78,15 @@ def plan(
     for name, value in {"layers": layers, "width": width, "context": context}.items():
         if value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
-    check_seed(seed)
+    if not 0 <= seed < 2**63:  # one that both torch and numpy take
+        raise ValueError(f"--seed {seed}: it must {'not be negative' if seed < 0 else 'be below 2**63'}")
     if width % ALIGN:
         raise ValueError(
             f"--width {width}: it must be a multiple of {ALIGN}, because torch's fused AdamW gives the same bits on "
             f"a shard only where pieces are multiples of {ALIGN} elements; try {round_up(width, ALIGN)}"
         )
-    unknown = [s for s in strategies or [] if s not in STAGES]
-    if unknown:
-        raise ValueError(f"--strategy {unknown[0]}: there is no such strategy; choose from {', '.join(STAGES)}")
-    device = _device(device, ranks)
     model = GPTConfig(context=context, width=width, layers=layers, heads=width // 64)
-    task = Task(model, load_text(text, context) if text else corpus(), steps, seed)
-    chosen = [s for s in STAGES if s in (strategies or STAGES)]
-    check_memory(rank_bytes(task, len(chosen)), ranks)
-    check_writable("out", out)
-    return Plan(task, chosen, ranks, device, out)
-
-
-def check_seed(seed: int) -> None:
-    """One that both torch and numpy take."""
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed {seed}: it must {'not be negative' if seed < 0 else 'be below 2**63'}")
+    return Task(model, load_text(text, context) if text else corpus(), steps, seed, batch)
 
 
 def ranks_asked(asked: int | None) -> int:

@@ -1,7 +1,6 @@
 """`refimpl plan`: layouts of a model on many GPUs. `refimpl plan activations`: what to compute again in a budget."""
 
 import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Decide before a run: what fits, and what it costs.", invoke_without_command=True, add_completion=False
 )
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def finite(number: float) -> float:
@@ -72,13 +70,12 @@ def plan(
 
 
 def bytes_of(text: str, key: str = "--budget") -> int:
-    """ "2GB", "500 MB", "1.5GiB" or a number of bytes. ValueError for anything else."""
-    found = re.fullmatch(r"([\d.]+)\s*([kmgt]i?)?b?", text.strip().lower())
+    """As `size_of`, whose ValueError names the option."""
+    from refimpl.checkpoint.export import size_of
+
     try:
-        if (size := int(float(found[1]) * UNITS[found[2] or ""]) if found else int(text)) < 0:
-            raise ValueError
-        return size
-    except (ValueError, OverflowError):
+        return size_of(text, least=0)
+    except ValueError:
         raise ValueError(f"{key} {text}: a number of bytes, such as 2GB, 500MB or 1.5GiB") from None
 
 

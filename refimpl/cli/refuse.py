@@ -10,21 +10,21 @@ from typing import NoReturn
 from refimpl.ranks.environment import find
 
 
-def refuse(command: str, reason: object) -> NoReturn:
-    """Say why `command` cannot do it, and leave. SystemExit with status 2."""
+def refuse(command: str, reason: object, status: int = 2) -> NoReturn:
+    """Say why `command` cannot do it, and leave. SystemExit with this status."""
     place = find()
     if place is None or place.rank == 0:
         print(f"{command}: {reason}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 @contextmanager
-def refusing(command: str, *errors: type[Exception]) -> Iterator[None]:
+def refusing(command: str, *errors: type[Exception], status: int = 2) -> Iterator[None]:
     """`refuse` for each of these errors that the block raises."""
     try:
         yield
     except errors as reason:
-        refuse(command, reason)
+        refuse(command, reason, status)
 
 
 @contextmanager

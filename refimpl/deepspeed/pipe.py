@@ -22,16 +22,9 @@ from refimpl.parallel.pipeline.topology import (
 )
 
 __all__ = [
-    "DualPipeVModule",
-    "LayerSpec",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineEngine",
-    "PipelineError",
-    "PipelineModule",
-    "ProcessTopology",
-    "TiedLayerSpec",
-]
+    "DualPipeVModule", "LayerSpec", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineEngine",
+    "PipelineError", "PipelineModule", "ProcessTopology", "TiedLayerSpec",
+]  # fmt: skip
 
 
 AXES = {"pipe": "pp", "data": "dp", "model": "tp"}  # DeepSpeed's names, outermost first -> ours

@@ -1,4 +1,4 @@
-"""What a script asks an engine about its configuration, under DeepSpeed's names, and the two sizes that it may change.
+"""What a script asks an engine about its batch and its ranks, under DeepSpeed's names; two sizes it may change.
 
 DeepSpeed's file: deepspeed/runtime/engine.py.
 """
@@ -6,21 +6,18 @@ DeepSpeed's file: deepspeed/runtime/engine.py.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from refimpl.engine.build import Parts
 from refimpl.engine.curriculum import Told
 from refimpl.engine.dataloader import make_dataloader
-from refimpl.engine.names import DEEPSPEED_OPTIMIZERS
-from refimpl.engine.state import TrainingState
+from refimpl.engine.questions import Questions
 from refimpl.optim.curriculum import CurriculumScheduler
 from refimpl.optim.layer_drop import ProgressiveLayerDrop
 
 
-class Asked(TrainingState):
+class Asked(Questions):
     """The questions; an `Engine` answers them."""
 
     def __init__(self, parts: Parts) -> None:
@@ -127,10 +124,6 @@ class Asked(TrainingState):
         """Ranks that share every layer."""
         return self.axes.tensor.size
 
-    def autotp_size(self) -> int:
-        """The same, as the configuration or `tp_model_init` asked for it; 0 without tensor parallelism."""
-        return self._config.tensor_parallel.autotp_size
-
     @property
     def data_parallel_group(self) -> ProcessGroup | None:
         """torch's group of the ranks that read different batches; None where there is one."""
@@ -150,110 +143,3 @@ class Asked(TrainingState):
     def global_rank(self) -> int:
         """This process's number."""
         return self.axes.world.rank
-
-    # Numbers.
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model is trained in fp16."""
-        return self._config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model is trained in bf16."""
-        return self._config.bf16.enabled
-
-    def fp16_auto_cast(self) -> bool:
-        """Whether inputs are cast to fp16."""
-        return self._config.fp16.auto_cast
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """dtype of the parameters, and of accumulated gradients."""
-        return self._config.dtype, self._config.data_types.grad_accum_dtype or self._config.dtype
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether fp16's loss scale adapts itself."""
-        return self._config.fp16.enabled and self._config.fp16.loss_scale == 0
-
-    def loss_scale(self) -> float:
-        """The configured static loss scale; 0 is dynamic. The one in force is `optimizer.loss_scale`."""
-        return self._config.fp16.loss_scale
-
-    def gradient_clipping(self) -> float:
-        """Bound on the global gradient norm; 0 does not clip."""
-        return self._config.gradient_clipping
-
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches."""
-        return self._config.managed_gradient_accumulation
-
-    # What is sharded.
-
-    def zero_optimization_stage(self) -> int:
-        """0 (nothing sharded) to 3 (parameters sharded)."""
-        return self._config.zero_optimization.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
-        return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded."""
-        return self.zero_optimization_stage() == 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether `save_16bit_model` may gather the weights of stage 3."""
-        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    def zero_ignore_unused_parameters(self) -> bool:
-        """Whether a parameter may have no gradient."""
-        return self._config.zero_optimization.ignore_unused_parameters
-
-    def zero_allow_untested_optimizer(self) -> bool:
-        """Whether an optimizer that is not known to be element-wise is taken."""
-        return self._config.zero_allow_untested_optimizer
-
-    def zero_cpu_offload(self) -> bool:
-        """Whether optimizer states live in host memory."""
-        return self._config.zero_optimization.offload_optimizer.device == "cpu"
-
-    # The rest.
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile` was called, of the engine or of its model."""
-        return self.module._compiled_call_impl is not None
-
-    @property
-    def basic_optimizer(self) -> Optimizer | None:
-        """The optimizer inside DeepSpeed's own; here `optimizer` is that one."""
-        return self.optimizer
-
-    def optimizer_name(self) -> str | None:
-        """The name in the configuration, DeepSpeed's own in lower case as there; without one the optimizer's class."""
-        if self._config.optimizer is None:
-            return type(self.optimizer).__name__ if self.optimizer else None
-        name = self._config.optimizer.type
-        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
-
-    def scheduler_name(self) -> str | None:
-        """The schedule's name in the configuration."""
-        return self._config.scheduler.type if self._config.scheduler else None
-
-    def steps_per_print(self) -> int | None:
-        """Steps between two reports."""
-        return self._config.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Whether times are reported."""
-        return self._config.wall_clock_breakdown
-
-    def memory_breakdown(self) -> bool:
-        """Whether bytes are reported."""
-        return self._config.memory_breakdown
-
-    def dump_state(self) -> bool:
-        """Whether the configuration was printed at the start."""
-        return self._config.dump_state

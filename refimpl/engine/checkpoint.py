@@ -72,8 +72,10 @@ def save(
     group = engine.axes.world
     wait(engine)
     id_ = agreed_id(engine)
-    save_dir = agreed_folder(group, Path(save_dir))
-    tag = agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    save_dir = Path(agreed(group, "folders", str(Path(save_dir).absolute())))
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tag = agreed(group, "checkpoint tags", tag, engine._config.checkpoint.tag_validation)
+    tag = checked_tag(tag, "save_checkpoint")
     engine.stage.catch_up()
     together(group, lambda: refuse_unfit(engine))
     folder, new = save_dir / tag, atomic.unfinished(save_dir / tag, id_)
@@ -204,25 +206,15 @@ def wait_for_ranks(new: Path, ranks: int, hopeless: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def agreed_folder(group: Group, folder: Path) -> Path:
-    """Rank 0's, with a warning where another rank names another one, as names that hold the time of day may do."""
-    folders = group.all_gather_object(str(folder.absolute()))
-    if len(set(folders)) == 1:
-        return folder
-    if group.rank == 0:
-        said = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(folders))
-        warnings.warn(f"save_checkpoint: the ranks name different folders: {said}; rank 0's is taken", stacklevel=4)
-    return Path(folders[0])
-
-
-def agreed_tag(engine: TrainingState, tag: str) -> str:
-    """Rank 0's tag. When another rank names another one: nothing, a warning or an error, as `tag_validation` says."""
-    tags = engine.axes.world.all_gather_object(tag)
-    check = engine._config.checkpoint.tag_validation
-    if check != "IGNORE" and len(set(tags)) > 1:
-        said = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(tags))
+def agreed(group: Group, what: str, mine: str, check: str = "WARN") -> str:
+    """Rank 0's. When another rank names another one, as names that hold the time of day may do: nothing ("IGNORE"), a
+    warning or an error ("FAIL")."""
+    said = group.all_gather_object(mine)
+    if check != "IGNORE" and len(set(said)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(said))
+        different = f"save_checkpoint: the ranks name different {what}: {by_rank}"
         if check == "FAIL":
-            raise CheckpointError(f"the ranks name different checkpoint tags: {said}; name one on all ranks")
-        if engine.axes.world.rank == 0:
-            warnings.warn(f"the ranks name different checkpoint tags: {said}; rank 0's is taken", stacklevel=4)
-    return checked_tag(str(tags[0]), "save_checkpoint")
+            raise CheckpointError(f"{different}; name one on all ranks")
+        if group.rank == 0:
+            warnings.warn(f"{different}; rank 0's is taken", stacklevel=4)
+    return str(said[0])

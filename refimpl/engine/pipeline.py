@@ -161,6 +161,10 @@ class PipelineEngine(Engine):
         """This rank's place among them."""
         return self.module.group.rank
 
+    def get_pipeline_parallel_rank(self) -> int:
+        """The same."""
+        return self.stage_id
+
     @property
     def is_pipe_parallel(self) -> bool:
         """Whether there are several."""

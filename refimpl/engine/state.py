@@ -1,7 +1,7 @@
 """What an engine trains and how far it has come: all that a checkpoint saves and restores.
 
-`Engine` is one and adds the calls; what only looks at it or saves it (checkpoint, resume, weights, the questions of
-`Asked`) needs no more than this, and so knows nothing of the engine.
+`Engine` is one and adds the calls; what only looks at it or saves it (checkpoint, resume, weights, the questions
+of `Questions`) needs no more than this, and so knows nothing of the engine.
 """
 
 from collections.abc import Iterator

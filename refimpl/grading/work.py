@@ -15,16 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from refimpl.grading.compare import require
 
-PRODUCTS = {
-    "mm": 0,
-    "bmm": 0,
-    "mv": 0,
-    "dot": 0,
-    "addmm": 1,
-    "baddbmm": 1,
-    "addmv": 1,
-    "addbmm": 1,
-}  # first factor's place
+# The first factor's place.
+PRODUCTS = dict.fromkeys(("mm", "bmm", "mv", "dot"), 0) | dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), 1)
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ away the moment they exist. Radford et al. 2019 (GPT-2), section 2.3.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -130,6 +131,20 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T, d]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, T, d]
         mixed: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class AttentionBy(nn.Module):
+    """`Attention` with the same two layers, and `attend(q, k, v)` between: [B, heads, T, d] each -> the same."""
+
+    def __init__(self, plain: Attention, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head_width, self.qkv, self.out, self.attend = plain.head_width, plain.qkv, plain.out, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T, d]
+        mixed: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return mixed
 
 

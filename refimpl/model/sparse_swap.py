@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refimpl.model.gpt import GPT, Attention, Block
+from refimpl.model.gpt import GPT, Attention, AttentionBy, Block
 from refimpl.model.patterns.base import SparsityConfig
 from refimpl.model.sparse import SparseAttention
 
@@ -29,18 +29,8 @@ OPTIONS = ("sliding_window", "softcap", "s_aux", "position_bias")
 CROSS = re.compile(r"cross_?att|encoder_att|encdecatt", re.IGNORECASE)  # as transformers calls those of other sequences
 
 
-class SparseGPTAttention(nn.Module):
-    """The GPT's causal attention with the same two layers, over a pattern's blocks."""
-
-    def __init__(self, plain: Attention, attend: SparseAttention) -> None:
-        super().__init__()
-        self.head_width, self.qkv, self.out, self.attend = plain.head_width, plain.qkv, plain.out, attend
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, C] -> [B, T, C]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T, d]
-        mixed: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return mixed
+class SparseGPTAttention(AttentionBy):
+    """The GPT's causal attention over a pattern's blocks."""
 
 
 def make_sparse(model: nn.Module, make_pattern: MakePattern) -> int:

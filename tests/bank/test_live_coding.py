@@ -3,10 +3,10 @@
 import io
 import shutil
 from pathlib import Path
-from typing import Any
 
 import ipywidgets
 import pytest
+from boxes import parts, said
 from rich.console import Console
 
 import refimpl.notebook.quiz
@@ -63,11 +63,6 @@ def test_the_grader_judges_what_is_written(clone: Path, monkeypatch: pytest.Monk
     assert exercises.Progress.load().entry(name, "unscale_and_clip").passed
 
 
-def parts(box: Any, kind: type) -> list[Any]:
-    found = [box] if isinstance(box, kind) else []
-    return found + [part for child in getattr(box, "children", []) for part in parts(child, kind)]
-
-
 def test_in_a_notebook_a_button_grades_it(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = [Verdict("t", "fail", "it is clipped while scaled"), Verdict("t", "pass")]
     monkeypatch.setattr(refimpl.notebook.quiz, "grade_task", lambda chapter, task: verdicts.pop(0))
@@ -79,16 +74,12 @@ def test_in_a_notebook_a_button_grades_it(monkeypatch: pytest.MonkeyPatch) -> No
     grade, give_up = (
         button for button in parts(widget, ipywidgets.Button) if button.description in ("Grade it", "Give up")
     )
-
-    def said() -> str:
-        return "\n".join(o["data"]["text/markdown"] for out in parts(widget, ipywidgets.Output) for o in out.outputs)
-
     grade.click()
-    assert "it is clipped while scaled" in said()
-    assert quiz.questions[0].short not in said()
+    assert "it is clipped while scaled" in said(widget)
+    assert quiz.questions[0].short not in said(widget)
     grade.click()
-    assert "**Right.**" in said()
-    assert quiz.questions[0].short in said()
+    assert "**Right.**" in said(widget)
+    assert quiz.questions[0].short in said(widget)
     assert grade.disabled
     assert give_up.disabled
     assert [(e.answered, e.right) for e in Progress().read().values()] == [(1, 1)]

@@ -161,7 +161,7 @@ def test_of_weights_that_do_not_fit_none_stay(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100kb", 10**5), (17, 17), ("9", 9)]
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100kb", 10**5), (17, 17), ("9", 9), (1e17, 10**17)]
 )
 def test_sizes(text: Any, size: int) -> None:
     assert export.size_of(text) == size

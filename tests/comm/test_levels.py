@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -20,6 +21,7 @@ from refimpl.comm.group import Group
 from refimpl.comm.level_model import Choice
 from refimpl.comm.levels import ByLevels, of_mesh, two_level, world
 from refimpl.comm.mesh import Mesh
+from refimpl.comm.process_group import of_rows
 from refimpl.engine.assemble import connect
 from refimpl.zero.config import ZeroConfig
 
@@ -156,6 +158,10 @@ def test_the_environment_says_it_for_scripts(monkeypatch: pytest.MonkeyPatch) ->
         model = JOB.make()
         stage = STAGES["zero2"](model, JOB.optimizer(model))
         both = isinstance(stage.group.transport, ByLevels) and isinstance(connect().transport, ByLevels)
+        part = Group(of_rows([[0, 1, 2], [3]]))
+        uneven = r"the ranks \[0, 1, 2\] are not spread evenly over nodes: \{0: 2, 1: 1\}"
+        with pytest.raises(ValueError, match=uneven) if part.size > 1 else nullcontext():
+            two_level(part)
         return isinstance(group.transport, ByLevels), x, both
 
     monkeypatch.setenv("REFIMPL_COLLECTIVES", "two-level")

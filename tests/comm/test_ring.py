@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import worlds
+from given import given
 from torch import Tensor
 
 from refimpl.comm import ring
@@ -14,11 +15,6 @@ run = functools.partial(worlds.run, device="cpu")  # gloo, also where there is a
 
 RANKS = [1, 2, 3, 4]
 SIZES = [0, 1, 2, 5, 24, 1001]
-
-
-def given(rank: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    values = torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 1000
-    return values.to(dtype)
 
 
 def exact(actual: Tensor, expected: Tensor) -> None:

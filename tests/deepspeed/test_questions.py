@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import refimpl.deepspeed as deepspeed
-from refimpl.deepspeed.runtime.questions import KEYS
+from refimpl.engine.questions import KEYS
 
 FILE: dict[str, Any] = {
     "train_batch_size": 1,

@@ -130,7 +130,7 @@ def test_the_hint_is_true_for_who_calls_initialize_and_for_who_calls_load_config
     config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}
     with pytest.raises(ConfigError) as error:
         refimpl.initialize(model=Model(), config=config)
-    assert 'optimizer.params.lr: "auto" cannot be resolved' in str(error.value)
+    assert 'optimizer.params.lr: "auto" cannot be resolved: only the training script knows it' in str(error.value)
     assert "Write a value in its place" in str(error.value)
     assert 'load_config yourself: or pass auto={"optimizer.params.lr": ...}' in str(error.value)
     assert "auto" not in inspect.signature(refimpl.initialize).parameters

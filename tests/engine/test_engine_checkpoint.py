@@ -228,7 +228,7 @@ def in_time_stamped_folders(folder: Path) -> list[str]:
 def test_ranks_that_name_different_folders_save_in_that_of_rank_0(tmp_path: Path) -> None:
     said = worlds.run(in_time_stamped_folders, tmp_path, ranks=3)
     assert [len(ranks) for ranks in said] == [1, 0, 0]
-    assert f"rank 2: {tmp_path / 'run.2'}; rank 0's is taken" in said[0][0]
+    assert f"rank 2: '{tmp_path / 'run.2'}'; rank 0's is taken" in said[0][0]
     assert [path.name for path in tmp_path.iterdir()] == ["run.0"]
 
 

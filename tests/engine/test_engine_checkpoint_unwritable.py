@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import worlds
 from saving import settings, start, train, tree
 
@@ -194,3 +195,18 @@ def test_everybody_may_read_the_weights(tmp_path: Path) -> None:
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "a").iterdir()}
     assert modes.keys() == {"checkpoint.json", "rank00000.json", "rank00000.safetensors"}
     assert len(set(modes.values())) == 1
+
+
+def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
+    engine = start(settings(0))
+    engine.module.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match=r"buffer/odd: safetensors has no torch\.complex128"):
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_whole_weights_of_stage_3_are_written_where_the_file_says_so(tmp_path: Path) -> None:
+    key = r"zero_optimization\.stage3_gather_16bit_weights_on_model_save"
+    with pytest.warns(UserWarning, match=f"save_16bit_model wrote nothing: set {key} to true"):
+        assert start(settings(3)).save_16bit_model(tmp_path) is False
+    assert not list(tmp_path.iterdir())

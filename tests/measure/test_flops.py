@@ -157,3 +157,5 @@ def test_a_module_at_two_places_is_a_row_and_what_a_checkpoint_computes_again_is
         ALL: 11 * product, "Sequential.0": 7 * product, "Sequential.2": 4 * product, "Sequential.2.0": 4 * product,
     }  # fmt: skip
     assert len(profiler.table("", profiler.rows(-1, None)).splitlines()) == 5
+    profiler.end_profile()
+    assert (profiler.flops, profiler.by_module, profiler.started) == (0, {}, False)

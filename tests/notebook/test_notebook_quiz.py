@@ -1,11 +1,10 @@
 """The quiz in a notebook: the same text each time, and widgets that grade and remember."""
 
 from pathlib import Path
-from typing import Any
 
 import ipywidgets
 import pytest
-from boxes import parts
+from boxes import parts, said
 
 from refimpl.bank.card import TOPICS
 from refimpl.bank.progress import Progress
@@ -31,10 +30,6 @@ def test_answers_do_not_change_the_text() -> None:
     for question in Quiz("zero").questions:
         Progress().record(question.card.id, "good")
     assert Quiz("zero").markdown() == before
-
-
-def said(widget: Any) -> str:
-    return "\n".join(o["data"]["text/markdown"] for out in parts(widget, ipywidgets.Output) for o in out.outputs)
 
 
 @pytest.mark.parametrize("form", ["choice", "bug"])

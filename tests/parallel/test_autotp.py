@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from collections.abc import Callable
 
 import autotp_models as models
 import pytest
@@ -24,7 +25,7 @@ from refimpl.parallel.tensor import ColumnParallelLinear, cuts
 hf = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the hf extra)")
 
 
-def compare(names: list[str]) -> dict[str, Report]:
+def compare(names: list[str], then: Callable[..., None] | None = None) -> dict[str, Report]:
     """Cuts each model, and compares it with the whole; returns what its layers became."""
     group, found = Group.world(), {}
     for name in names:
@@ -33,6 +34,8 @@ def compare(names: list[str]) -> dict[str, Report]:
         found[name] = autotp(model, group, example)
         assert torch.equal(states[0], torch.random.get_rng_state())  # of rank 0 nothing is drawn; the others follow it
         same_numbers(model, made(name, rank=0)[0], example, group)
+        if then is not None:
+            then(model, example, found[name], group)
     return found
 
 
@@ -70,26 +73,21 @@ def test_transformers_families_compute_what_they_compute_whole(ranks: int) -> No
         assert "whole" not in found[name].values()
 
 
-def grouped(names: list[str]) -> dict[str, Report]:
-    """Also the traffic: a copied head's gradients travel between those who have it, the norm's between all."""
-    reports, group = compare(names), Group.world()
-    for name in names:
-        model, example = made(name)
-        report = autotp(model, group, example)
-        outs = tensors(model(**example))
-        group.ledger.reset()
-        torch.autograd.backward([y.square().sum() for y in outs])
-        sums = [(p, split.copies) for p, (split, _, _) in cuts(model).items() if split.copies > 1]
-        assert len(sums) == 3 * 3, "the keys' weight and bias, the values' weight, in three blocks"
-        sums += [(model.get_parameter(n), group.size) for n in report.cut.summed]
-        sent = [sent_in_all_reduce(p.numel(), group.rank % size, size) * p.element_size() for p, size in sums]
-        assert group.ledger.sent_bytes("tag")["tensor, whole parameters"] == sum(sent)
-    return reports
+def sums_travel(model: nn.Module, example: dict[str, Tensor], report: Report, group: Group) -> None:
+    """A copied head's gradients between those who have it, the norm's between all."""
+    outs = tensors(model(**example))
+    group.ledger.reset()
+    torch.autograd.backward([y.square().sum() for y in outs])
+    sums = [(p, split.copies) for p, (split, _, _) in cuts(model).items() if split.copies > 1]
+    assert len(sums) == 3 * 3, "the keys' weight and bias, the values' weight, in three blocks"
+    sums += [(model.get_parameter(n), group.size) for n in report.cut.summed]
+    sent = [sent_in_all_reduce(p.numel(), group.rank % size, size) * p.element_size() for p, size in sums]
+    assert group.ledger.sent_bytes("tag")["tensor, whole parameters"] == sum(sent)
 
 
 def test_fewer_heads_of_keys_than_ranks_are_on_several() -> None:
     heads = {"one_key": 1, "shared_keys": 2}
-    reports, *others = run(grouped, list(heads), ranks=4)
+    reports, *others = run(compare, list(heads), sums_travel, ranks=4)
     assert all(reports == other for other in others)
     for name, units in heads.items():
         details, kind = reports[name].details, kinds(reports[name])

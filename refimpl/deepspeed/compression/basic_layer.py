@@ -6,12 +6,9 @@ from refimpl.compress.weights.layers import CompressedLinear as LinearLayer_Comp
 from refimpl.deepspeed.absent import absent
 
 __all__ = [
-    "ColumnParallelLinear_Compress",
-    "Conv2dLayer_Compress",
-    "Embedding_Compress",
-    "LinearLayer_Compress",
+    "ColumnParallelLinear_Compress", "Conv2dLayer_Compress", "Embedding_Compress", "LinearLayer_Compress",
     "RowParallelLinear_Compress",
-]
+]  # fmt: skip
 
 ColumnParallelLinear_Compress, RowParallelLinear_Compress = (
     absent(f"deepspeed.compression.basic_layer.{name}_Compress", "compressed layers of an mpu")

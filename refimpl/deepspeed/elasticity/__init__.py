@@ -15,17 +15,9 @@ from refimpl.deepspeed.elasticity.elasticity import (
 )
 
 __all__ = [
-    "ELASTICITY",
-    "ENABLED",
-    "ENABLED_DEFAULT",
-    "DSElasticAgent",
-    "compute_elastic_config",
-    "config",
-    "constants",
-    "elasticity_enabled",
-    "ensure_immutable_elastic_config",
-    "is_torch_elastic_compatible",
-]
+    "ELASTICITY", "ENABLED", "ENABLED_DEFAULT", "DSElasticAgent", "compute_elastic_config", "config", "constants",
+    "elasticity_enabled", "ensure_immutable_elastic_config", "is_torch_elastic_compatible",
+]  # fmt: skip
 
 DSElasticAgent = absent(
     "deepspeed.elasticity.DSElasticAgent", "torchrun --nnodes MIN:MAX -m refimpl.as_deepspeed script.py has an agent"

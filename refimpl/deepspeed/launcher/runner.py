@@ -4,14 +4,9 @@ from refimpl.deepspeed.absent import absent
 from refimpl.ranks.launcher import HOSTFILE, hostfile, main, parser
 
 __all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DLTS_HOSTFILE",
-    "EXPORT_ENVS",
-    "fetch_hostfile",
-    "main",
-    "parse_inclusion_exclusion",
+    "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "fetch_hostfile", "main", "parse_inclusion_exclusion",
     "parser",
-]
+]  # fmt: skip
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # a file of environment variables that DeepSpeed's launcher forwards
 DLTS_HOSTFILE = HOSTFILE

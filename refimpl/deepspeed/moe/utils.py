@@ -15,14 +15,10 @@ from refimpl.deepspeed.moe.layer import MoE
 from refimpl.parallel.expert.marks import is_expert as is_moe_param
 
 __all__ = [
-    "configure_moe_param_groups",
-    "has_moe_layers",
-    "is_moe_param",
-    "is_moe_param_group",
-    "split_params_grads_into_shared_and_expert_params",
-    "split_params_into_different_moe_groups_for_optimizer",
+    "configure_moe_param_groups", "has_moe_layers", "is_moe_param", "is_moe_param_group",
+    "split_params_grads_into_shared_and_expert_params", "split_params_into_different_moe_groups_for_optimizer",
     "split_params_into_shared_and_expert_params",
-]
+]  # fmt: skip
 
 Params = list[nn.Parameter]
 ParamGroup = dict[str, Any]

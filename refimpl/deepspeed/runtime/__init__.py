@@ -18,18 +18,6 @@ from refimpl.deepspeed.runtime import (
 )
 
 __all__ = [
-    "activation_checkpointing",
-    "bf16_optimizer",
-    "config",
-    "config_utils",
-    "constants",
-    "data_pipeline",
-    "dataloader",
-    "engine",
-    "fp16",
-    "lr_schedules",
-    "pipe",
-    "progressive_layer_drop",
-    "utils",
-    "zero",
-]
+    "activation_checkpointing", "bf16_optimizer", "config", "config_utils", "constants", "data_pipeline", "dataloader",
+    "engine", "fp16", "lr_schedules", "pipe", "progressive_layer_drop", "utils", "zero",
+]  # fmt: skip

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from refimpl.deepspeed.runtime import questions
 from refimpl.deepspeed.runtime.torch_autocast import autocast_if_enabled
 from refimpl.engine.engine import Engine as DeepSpeedEngine
 from refimpl.engine.trained import MakeOptimizer as DeepSpeedOptimizerCallable
@@ -15,7 +14,6 @@ __all__ = [
     "DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable",
     "autocast_if_enabled",
-    "questions",
 ]
 
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]  # these two: what `initialize` takes in an object's place

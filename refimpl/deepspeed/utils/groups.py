@@ -5,8 +5,10 @@ averaged over, `_get_data_parallel_*` those that read different batches. Experts
 are asked for by name: "ep_size_4" is that of layers whose experts four ranks share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,6 +19,8 @@ from refimpl.comm.process_group import of_rows
 from refimpl.deepspeed import comm
 from refimpl.parallel.expert.marks import name_of
 from refimpl.ranks.settings import forget_groups
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -75,80 +79,9 @@ def _create_expert_and_data_parallel(
     expert_ranks(expert_parallel_size_, use_data_before_expert_parallel_)
 
 
-def _get_data_parallel_group() -> ProcessGroup | None:
-    """The ranks that read different batches; where sequences are shared, those with the same tokens' places."""
-    return _handle(_laid_out.now().data)
-
-
-def _get_sequence_data_parallel_group() -> ProcessGroup | None:
-    """The ranks that a gradient is averaged over."""
-    return _handle(_laid_out.now().replicas)
-
-
-def _get_sequence_parallel_group() -> ProcessGroup | None:
-    """The ranks that share a sequence."""
-    return _handle(_laid_out.now().context)
-
-
-def get_tensor_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that share every layer."""
-    return _handle(_laid_out.now().tensor)
-
-
 def _clone_world_group() -> ProcessGroup | None:
     """A group of its own of all ranks."""
     return dist.new_group(ranks=list(range(comm.get_world_size()))) if dist.is_initialized() else None
-
-
-def _get_data_parallel_world_size() -> int:
-    return _laid_out.now().feeds
-
-
-def _get_data_parallel_rank() -> int:
-    return _laid_out.now().feed
-
-
-def _get_data_parallel_group_ranks() -> list[int]:
-    return _laid_out.now().data.ranks
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return _laid_out.now().replicas.size
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    return _laid_out.now().replicas.rank
-
-
-def _get_sequence_parallel_world_size() -> int:
-    return _laid_out.now().context.size
-
-
-def _get_sequence_parallel_rank() -> int:
-    return _laid_out.now().context.rank
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    return _laid_out.now().tensor.size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return _laid_out.now().tensor.rank
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """The job's number of the first of them."""
-    return _laid_out.now().tensor.ranks[0]
-
-
-def _get_broadcast_src_rank() -> int:
-    """The job's number of the first rank of the data-parallel group."""
-    return _laid_out.now().replicas.ranks[0]
-
-
-def _get_expert_model_parallel_world_size() -> int:
-    """Tensor ranks that share an expert."""
-    return _laid_out.cut_experts
 
 
 def _experts(group_name: str) -> tuple[Group, Group]:
@@ -165,14 +98,68 @@ def _handle(group: Group) -> ProcessGroup | None:
     return group.handle
 
 
-def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
-    """The ranks that share the experts of a layer."""
-    return _handle(_experts(group_name)[0])
+def _first(group: Group) -> int:
+    return group.ranks[0]
 
 
-def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
-    """The ranks that have the same experts."""
-    return _handle(_experts(group_name)[1])
+def _asked(axis: str, what: Callable[[Group], T]) -> Callable[[], T]:
+    """What is asked of this rank's group on an axis."""
+    return lambda: what(getattr(_laid_out.now(), axis))
+
+
+def _asked_of_experts(which: int, what: Callable[[Group], T]) -> Callable[[str], T]:
+    """What is asked of the ranks that share a layer's experts (0), or of those that have the same (1)."""
+    return lambda group_name: what(_experts(group_name)[which])
+
+
+_size, _rank, _ranks = attrgetter("size"), attrgetter("rank"), attrgetter("ranks")
+
+# The ranks that read different batches; where sequences are shared, those with the same tokens' places.
+get_data_parallel_group = _get_data_parallel_group = _asked("data", _handle)
+_get_data_parallel_group_ranks = _asked("data", _ranks)
+
+# The ranks that a gradient is averaged over.
+_get_sequence_data_parallel_group = _asked("replicas", _handle)
+_get_sequence_data_parallel_world_size = _asked("replicas", _size)
+_get_sequence_data_parallel_rank = _asked("replicas", _rank)
+_get_broadcast_src_rank = _asked("replicas", _first)
+
+# The ranks that share a sequence.
+_get_sequence_parallel_group = _asked("context", _handle)
+_get_sequence_parallel_world_size = _asked("context", _size)
+_get_sequence_parallel_rank = _asked("context", _rank)
+
+# The ranks that share every layer.
+get_model_parallel_group = get_tensor_model_parallel_group = _asked("tensor", _handle)
+get_model_parallel_world_size = _get_model_parallel_world_size = _asked("tensor", _size)
+get_tensor_model_parallel_world_size = get_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank = _asked("tensor", _rank)
+get_tensor_model_parallel_src_rank = _asked("tensor", _first)
+
+# Of a group's name: the ranks that share a layer's experts, and those that have the same.
+_get_expert_parallel_group = _asked_of_experts(0, _handle)
+_get_expert_parallel_group_ranks = _asked_of_experts(0, _ranks)
+_get_expert_parallel_world_size = _asked_of_experts(0, _size)
+_get_expert_parallel_rank = _asked_of_experts(0, _rank)
+_get_expert_parallel_src_rank = _asked_of_experts(0, _first)
+_get_expert_data_parallel_group = _asked_of_experts(1, _handle)
+_get_expert_data_parallel_group_ranks = _asked_of_experts(1, _ranks)
+_get_expert_data_parallel_world_size = _asked_of_experts(1, _size)
+_get_expert_data_parallel_rank = _asked_of_experts(1, _rank)
+_get_expert_broadcast_src_rank = _asked_of_experts(1, _first)
+
+
+def _get_data_parallel_world_size() -> int:
+    return _laid_out.now().feeds
+
+
+def _get_data_parallel_rank() -> int:
+    return _laid_out.now().feed
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Tensor ranks that share an expert."""
+    return _laid_out.cut_experts
 
 
 def _get_expert_parallel_group_dict() -> Mapping[str, ProcessGroup | None]:
@@ -181,40 +168,6 @@ def _get_expert_parallel_group_dict() -> Mapping[str, ProcessGroup | None]:
 
 def _get_expert_data_parallel_group_dict() -> Mapping[str, ProcessGroup | None]:
     return {name: _handle(same) for name, (_, same) in _laid_out.experts.items()}
-
-
-def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    return _experts(group_name)[0].ranks
-
-
-def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    return _experts(group_name)[1].ranks
-
-
-def _get_expert_parallel_world_size(group_name: str) -> int:
-    return _experts(group_name)[0].size
-
-
-def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return _experts(group_name)[1].size
-
-
-def _get_expert_parallel_rank(group_name: str) -> int:
-    return _experts(group_name)[0].rank
-
-
-def _get_expert_data_parallel_rank(group_name: str) -> int:
-    return _experts(group_name)[1].rank
-
-
-def _get_expert_parallel_src_rank(group_name: str) -> int:
-    """The job's number of the first rank that shares this one's experts."""
-    return _experts(group_name)[0].ranks[0]
-
-
-def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    """The job's number of the first rank that has the same experts."""
-    return _experts(group_name)[1].ranks[0]
 
 
 def _get_max_expert_size() -> int:
@@ -232,9 +185,5 @@ def _get_max_expert_parallel_group() -> ProcessGroup | None:
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
-get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
-get_model_parallel_group = get_tensor_model_parallel_group
-get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size
-get_model_parallel_rank = get_tensor_model_parallel_rank

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refimpl.comm.group import Group
-from refimpl.model.gpt import GPT
-from refimpl.model.gpt import Attention as PlainAttention
+from refimpl.model.gpt import GPT, AttentionBy
 from refimpl.parallel.context.layout import Layout
 from refimpl.parallel.context.ring import ring_attention
 from refimpl.parallel.context.ulysses import ulysses
@@ -33,18 +32,8 @@ def attend(group: Group, layout: Layout, how: str, scale: float | None = None) -
     return lambda q, k, v: ulysses(q, k, v, group, attention)
 
 
-class ContextAttention(nn.Module):
-    """The GPT's attention with the same two layers, over all ranks' tokens."""
-
-    def __init__(self, plain: PlainAttention, attend: Attend) -> None:
-        super().__init__()
-        self.head_width, self.qkv, self.out, self.attend = plain.head_width, plain.qkv, plain.out, attend
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T/N, C] -> [B, T/N, C]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # 3 x [B, heads, T/N, D]
-        mixed: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return mixed
+class ContextAttention(AttentionBy):
+    """The GPT's attention of a rank's tokens, x [B, T/N, C], over all ranks' tokens."""
 
 
 def context_parallel(model: GPT, group: Group, layout: Layout, how: str = "ring") -> GPT:

@@ -14,14 +14,7 @@ from refimpl.model.patterns.sliding import (
 from refimpl.model.patterns.variable import VariableSparsityConfig
 
 __all__ = [
-    "BSLongformerSparsityConfig",
-    "BertSparseSelfAttention",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "SparseAttentionUtils",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
+    "BSLongformerSparsityConfig", "BertSparseSelfAttention", "BigBirdSparsityConfig", "DenseSparsityConfig",
+    "FixedSparsityConfig", "LocalSlidingWindowSparsityConfig", "SparseAttentionUtils", "SparseSelfAttention",
+    "SparsityConfig", "VariableSparsityConfig",
+]  # fmt: skip

@@ -11,11 +11,6 @@ from refimpl.model.patterns.sliding import (
 from refimpl.model.patterns.variable import VariableSparsityConfig
 
 __all__ = [
-    "BSLongformerSparsityConfig",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
+    "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig", "SparsityConfig", "VariableSparsityConfig",
+]  # fmt: skip

@@ -8,9 +8,6 @@ from refimpl.parallel.pipeline.topology import (
 )
 
 __all__ = [
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
+    "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology",
     "_prime_factors",
-]
+]  # fmt: skip

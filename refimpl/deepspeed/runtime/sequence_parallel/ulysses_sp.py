@@ -32,12 +32,8 @@ from refimpl.parallel.context.ulysses import shared_heads, ulysses
 from refimpl.ranks.settings import forget_groups
 
 __all__ = [
-    "TiledFusedLogitsLoss",
-    "TiledMLP",
-    "UlyssesSPAttentionHF",
-    "UlyssesSPDataLoaderAdapter",
-    "sequence_tiled_compute",
-]
+    "TiledFusedLogitsLoss", "TiledMLP", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter", "sequence_tiled_compute",
+]  # fmt: skip
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # transformers': (module, q, k, v, mask, ..) -> [B, T, h, D]
 MASKED = ("sdpa",)  # knows packed sequences and windows by its mask alone

@@ -23,22 +23,8 @@ from refimpl.deepspeed.runtime.zero.partition_parameters import (
 from refimpl.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
-    "GatheredParameters",
-    "Init",
-    "MiCS_Init",
-    "TiledLinear",
-    "TiledLinearReturnBias",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "config",
-    "offload_states",
-    "parameter_offload",
-    "partition_parameters",
-    "register_external_parameter",
-    "stage3",
-    "stage_1_and_2",
-    "tiling",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-    "utils",
-]
+    "GatheredParameters", "Init", "MiCS_Init", "TiledLinear", "TiledLinearReturnBias", "ZeroParamStatus",
+    "ZeroParamType", "config", "offload_states", "parameter_offload", "partition_parameters",
+    "register_external_parameter", "stage3", "stage_1_and_2", "tiling", "unregister_external_parameter",
+    "unwrap_model_for_generation", "utils",
+]  # fmt: skip

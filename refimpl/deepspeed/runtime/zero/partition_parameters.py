@@ -39,16 +39,9 @@ from refimpl.zero.parameter import Managed, stage_of
 from refimpl.zero.zero3 import Zero3
 
 __all__ = [
-    "GatheredParameters",
-    "Init",
-    "MiCS_Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "get_accelerator",
-    "register_external_parameter",
-    "unregister_external_parameter",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
+    "GatheredParameters", "Init", "MiCS_Init", "ZeroParamStatus", "ZeroParamType", "get_accelerator",
+    "register_external_parameter", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor",
+]  # fmt: skip
 
 
 PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_param_parallel_group")

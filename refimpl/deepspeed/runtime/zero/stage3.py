@@ -11,15 +11,10 @@ from refimpl.deepspeed.runtime.zero.stage_1_and_2 import OfStage
 from refimpl.zero.zero3 import Zero3
 
 __all__ = [
-    "DeepSpeedZeroOptimizer_Stage3",
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "unwrap_model_for_generation",
-]
+    "DeepSpeedZeroOptimizer_Stage3", "GatheredParameters", "Init", "ZeroParamStatus",
+    "estimate_zero3_model_states_mem_needs", "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live", "unwrap_model_for_generation",
+]  # fmt: skip
 
 
 class DeepSpeedZeroOptimizer_Stage3(metaclass=OfStage):

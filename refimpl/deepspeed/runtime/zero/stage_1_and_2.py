@@ -16,12 +16,9 @@ from refimpl.zero.zero1 import Zero1
 from refimpl.zero.zero2 import Zero2
 
 __all__ = [
-    "DeepSpeedZeroOptimizer",
-    "OfStage",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-]
+    "DeepSpeedZeroOptimizer", "OfStage", "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold", "estimate_zero2_model_states_mem_needs_all_live",
+]  # fmt: skip
 
 
 class OfStage(type):
