@@ -300,14 +300,15 @@ print()
 #
 # Keeping all and keeping nothing are the ends of a line. With room for some blocks, which ones? And a stretch that runs
 # again may itself keep some of its blocks and not others. **Rotor** (Beaumont et al. 2019) finds the best nested plan
-# by dynamic programming: $T(i, t, m)$ is the least time to run blocks $i$ to $t$ in $m$ bytes,
+# by dynamic programming: $T(i, t, m)$ is the least time to run blocks $i$ to $t - 1$ in $m$ bytes,
 #
 # $$T(i,t,m) = \min\begin{cases} f_i + T(i{+}1,\, t,\, m - s_i - a_{i+1}) & \text{keep block } i\\
-# \min_j\; f_i + \dots + f_{j-1} + T(j,\, t,\, m - a_j) + T(i,\, j{-}1,\, m) & \text{run } i \dots j{-}1 \text{ again}\end{cases}$$
+# \min_j\; f_i + \dots + f_{j-1} + T(j,\, t,\, m - a_j) + T(i,\, j,\, m) & \text{run } i \dots j{-}1 \text{ again}\end{cases}$$
 #
-# with $f$ the time of a forward, $a$ the bytes of an input, $s$ those kept beside it. (Backward's own time is the same
-# in every plan, and is left out.) `least_time` in the exercises is this formula. On 24 equal blocks like ours, which
-# keep 15.1 inputs beside their own:
+# with $f$ the time of a forward, $a$ the bytes of an input, $s$ those kept beside it; $j$ lies between $i$ and $t$, and
+# nothing is taken for $a_t$, which is no input of these blocks. (Backward's own time is the same in every plan, and is
+# left out.) `least_time` in the exercises is this formula. On 24 equal blocks like ours, which keep 15.1 inputs beside
+# their own:
 
 # %%
 from refimpl.activation.budget import Block as Measured
@@ -500,7 +501,7 @@ def picture(axis, title):
         xlim=(0, arena.size),
         yticks=[],
         xticks=[],
-        title=f"{title}: {arena.free_bytes:,} free, largest gap {arena.largest_gap:,}",
+        title=f"{title}: {arena.free_bytes:,} bytes free, largest gap {arena.largest_gap:,}",
     )
     axis.title.set_fontsize(9)
     axis.spines[:].set_visible(False)

@@ -398,8 +398,8 @@ show.compare(
 )
 
 # %% [markdown]
-# For 64 tokens that is less than the 451,584 bytes that ZeRO-3 has sent for the same layer in section 1 (whose unit is
-# padded a little). At $4.5\,w = 288$ tokens both would be about equal.
+# For 64 tokens that is less than the 301,056 + 150,528 = 451,584 bytes that ZeRO-3 has sent for the same layer in
+# section 1 (whose unit is padded a little). At $4.5\,w = 288$ tokens both would be about equal.
 #
 # **The vocabulary.** At the end of the model stands its largest tensor: logits, $n$ tokens by $V$ words. The head is a
 # column layer, so a rank has $V/N$ of each row. `cross_entropy` wants whole rows. Does it?

@@ -444,8 +444,7 @@ for prompt, zigzag in ((40, False), (20, False), (20, True)):
 
 # %% [markdown]
 # In the first row the gradient is half as long as it should be, which AdamW would not notice; in the second it points
-# elsewhere. Zigzag spreads the prompt
-# over both ranks and hides most of it: the loss curve will not tell you.
+# elsewhere. Zigzag spreads the prompt over both ranks and hides most of it: the loss curve will not tell you.
 #
 # The remedy is one number: all ranks' tokens, summed before backward; each rank's *sum* of losses is multiplied with
 # $c\,/\,\text{tokens}$. The same holds over data-parallel ranks and over micro-batches: one token, one vote. (Megatron-LM
@@ -788,9 +787,8 @@ pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 # %% [markdown]
 # (2 billion parameters a stage, 16 replicas, bf16.) The pipeline has divided weights and gradients by its stages already.
-# The engine refuses stages 2 and 3 with a pipeline, and says so.
-# Whoever has memory can keep what was gathered for the whole step: Llama 3 shards optimizer and gradients and does *not*
-# reshard weights after forward (section 3.3.2 there).
+# The engine refuses stages 2 and 3 with a pipeline, and says so. Whoever has memory can keep what was gathered for the
+# whole step: Llama 3 shards optimizer and gradients and does *not* reshard weights after forward (section 3.3.2 there).
 #
 # **HSDP** is a mesh too. ZeRO-3 over 512 ranks gathers across 64 nodes in every layer. Shard inside a node, replicate
 # across: `{"replicate": 2, "shard": 2}`. A gradient is reduce-scattered inside the node, and only a rank's *shard* of it

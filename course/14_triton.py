@@ -226,10 +226,11 @@ print(f"loaded {c.loaded / x.nbytes:.0f} times, stored {c.stored / x.nbytes:.0f}
 print(f"operations on floats: {c.operations}, of them exponentials: {c.exps}")
 
 # %% [markdown]
-# `other` is what a masked lane gets: $-\infty$ changes neither the maximum nor the sum. Four moves of the row where two would
-# do. If a row fits into one block, hold it (`softmax_kernel` in the exercises). If it does not (a vocabulary of 128,000
-# words), maximum and sum can still go in **one** pass. Two parts of a row, each with its maximum $m$ and its sum
-# $s = \sum e^{x - m}$, combine:
+# `other` is what a masked lane gets: $-\infty$ changes neither the maximum nor the sum. (Without `other` it holds anything: 0
+# in the interpreter, and on a GPU nobody says. `add_kernel` does without, since it stores no such lane.) Four moves of the
+# row where two would do. If a row fits into one block, hold it (`softmax_kernel` in the exercises). If it does not (a
+# vocabulary of 128,000 words), maximum and sum can still go in **one** pass. Two parts of a row, each with its maximum $m$
+# and its sum $s = \sum e^{x - m}$, combine:
 #
 # $$m = \max(m_1, m_2) \qquad s = s_1\,e^{m_1 - m} + s_2\,e^{m_2 - m}$$
 #

@@ -88,6 +88,9 @@ def test_least_time(answer: Answer, group: WatchedGroup) -> None:
             with untouched(seconds=seconds, inputs=inputs, saved=saved):
                 found = answer.least_time(seconds, inputs, saved, budget)
             judge_time(found, expected, (seconds, inputs, saved), budget)
+    case("seconds [1, 1], inputs [997, 997], saved [3989, 3989], 4986 bytes: whole numbers, large ones too")
+    exact = answer.least_time([1.0, 1.0], [997, 997], [3989, 3989], 4986)
+    require(exact == 3, f"{exact} seconds, expected 3: both layers run, the first again, and it fits to the byte")
     case("30 layers: each (i, t, m) computed once")
     found = answer.least_time([1.0] * 30, [1] * 30, [3] * 30, 34)
     require(

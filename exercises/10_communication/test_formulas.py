@@ -58,7 +58,7 @@ def test_bus_bandwidth(answer: Answer, group: WatchedGroup) -> None:
         "the algorithm bandwidth",
         {"rounded down: divide by /, not //": 200 // 3},
     )
-    case("an operation that is none")
+    case("all_reduced, an operation that is none: a ValueError is expected")
     try:
         found = answer.bus_bandwidth("all_reduced", 8, 2, 1.0)
     except ValueError:
@@ -162,7 +162,7 @@ def test_bytes_across(answer: Answer, group: WatchedGroup) -> None:
                 if key != "backward":
                     known = {said: value for said, value in known.items() if not said.startswith("hpZ")}
                 same(found[key], right, f"{key} of {strategy}", known)
-    case("a strategy that is none")
+    case("zero2, a strategy that is none: a ValueError is expected")
     try:
         found = answer.bytes_across("zero2", 8, 2, 1, 4)
     except ValueError:

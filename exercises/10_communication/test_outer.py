@@ -147,6 +147,7 @@ def judge_outer(
         "(1 - mu) d is added: here it is d": mu * speed + (1 - mu) * d,
         "it holds lr d: lr is applied to the step": mu * speed + lr * d,
         "the ranks' ways were added, not averaged": mu * speed + ranks * d,
+        "the ranks' params were added, not averaged": mu * speed + begin - ranks * mean,
         "start was rounded to the params' dtype first: the way begins at start, in fp32": (
             mu * speed + torch.stack([(begin.to(end.dtype) - end).float() for end in ends]).mean(0)
         ),

@@ -36,7 +36,7 @@ def test_cut_qkv(answer: Answer, group: WatchedGroup) -> None:
                     )
                 }
                 judge_cut(found, expected, whole, rank, ranks, known)
-    case("3 heads of keys and values, 2 ranks")
+    case("3 heads of keys and values, 2 ranks: a ValueError is expected")
     try:
         answer.cut_qkv(numbers(12, 5, seed=9), 6, 3, 0, 2)
     except ValueError as error:

@@ -142,7 +142,11 @@ def test_gathered_linear(answer: Answer, group: WatchedGroup) -> None:
             continue
         truth = (rows.T @ whole.flatten(0, 1).float()).to(dtype)
         few = own(grad, group).flatten(0, 1).float().T @ x.detach().flatten(0, 1).float()
-        known = {"of this rank's tokens alone: its outputs are computed from all tokens": few.to(dtype)}
+        parts = [(g.flatten(0, 1).float().T @ whole.flatten(0, 1).float()).to(dtype) for g in grads]
+        known = {
+            "of this rank's tokens alone: its outputs are computed from all tokens": few.to(dtype),
+            "summed over the ranks: each has other outputs, and of its own the gradient is whole": total(parts),
+        }
         equal(weight.grad, truth, "the gradient of the weight", known=known)
         sends(fresh, "backward", whole, "all_gather", "reduce_scatter")
 

@@ -51,6 +51,10 @@ def test_vocab_embedding(answer: Answer, group: WatchedGroup) -> None:
         truth = whole.grad
         assert truth is not None
         known = {f"{group.size}x the expected: the gradient is whole already": truth[first:stop] * group.size}
+        once = torch.zeros_like(table)
+        once[ids] = grad  # of equal tokens the last
+        said = "a token that stands there several times has one gradient: they add up, and grad[ids] = does not"
+        known[said] = once[first:stop]
         equal(part.grad, truth[first:stop], "the gradient of this rank's rows", known=known)
 
 
@@ -191,16 +195,25 @@ def losses(whole: Tensor, targets: Tensor, counts: Tensor, group: WatchedGroup) 
     # Each part less its own maximum; and the logit that a rank without the target takes for it.
     shifted = torch.cat([z[:, a:b] - z[:, a:b].amax(1, keepdim=True) for a, b in spans], 1)
     own = shifted.exp().sum(1).log() - shifted.gather(1, targets.where(counts, 0)[:, None]).squeeze(1)
-    z_shifted, taken = z - z.amax(1, keepdim=True), torch.zeros(len(z))
+    z_shifted, taken, bare = z - z.amax(1, keepdim=True), torch.zeros(len(z)), torch.zeros(len(z))
+    wanted = z.gather(1, targets.where(counts, 0)[:, None]).squeeze(1)
     for a, b in spans:
         here = counts & (targets >= a) & (targets < b)
-        taken += z_shifted[:, a:b].gather(1, ((targets - a) * here)[:, None]).squeeze(1)
+        place = ((targets - a) * here)[:, None]
+        taken += z_shifted[:, a:b].gather(1, place).squeeze(1)
+        bare += z[:, a:b].gather(1, place).squeeze(1)
+    stranger = "a rank that has not got the target adds another logit for it, where it should add 0"
     return {
         "each rank subtracts the maximum of its own part: the sums of the ranks then do not fit together": (
             (own * counts).sum() / counts.sum()
         ),
-        "a rank that has not got the target adds another logit for it, where it should add 0": (
-            ((z_shifted.exp().sum(1).log() - taken) * counts).sum() / counts.sum()
+        stranger: ((z_shifted.exp().sum(1).log() - taken) * counts).sum() / counts.sum(),
+        stranger + ".": ((z.logsumexp(1) - bare) * counts).sum() / counts.sum(),
+        "each rank subtracts the maximum of its own part, and adds that again: the ranks need one and the same": (
+            ((shifted.exp().sum(1).log() + z[:, first:stop].amax(1) - wanted) * counts).sum() / counts.sum()
+        ),
+        "m is subtracted before exp, and not added to the logarithm again": (
+            ((z_shifted.exp().sum(1).log() - wanted) * counts).sum() / counts.sum()
         ),
         "divided by all rows, not by those that count": rows.sum() / len(rows),
         "rows are counted in 16 bits, which know whole numbers up to 256 only": rows.sum() / counts.sum().bfloat16(),

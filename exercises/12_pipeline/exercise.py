@@ -170,7 +170,8 @@ def tied_gradients(group: Group, ranks: Sequence[int], params: Sequence[nn.Param
     Called on all ranks of the group, after the last micro-batch; one that is not among `ranks`
     does nothing, and its params are left alone. params: in the same order everywhere, of one
     dtype. Each copy's `.grad` becomes the sum over `ranks`, added in the order of that list, so
-    that all have the same bits; a `.grad` of None counts as zeros.
+    that all have the same bits; a `.grad` of None counts as zeros. Each is memory of its own,
+    no view of more.
     Sent: to each other of `ranks` this rank's gradients once, in one message, in their dtype.
     """
     raise NotImplementedError("tied_gradients")

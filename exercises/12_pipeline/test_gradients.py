@@ -75,7 +75,7 @@ def judge_sum(p: nn.Parameter, grads: list[Tensor | None], own: Tensor | None, i
     equal(
         p.grad,
         total,
-        f"{what}, added in the order of `ranks`,",
+        f"{what} (added in the order of `ranks`)",
         known=known,
         rtol=2e-2 if p.dtype == torch.bfloat16 else 1e-5,
     )

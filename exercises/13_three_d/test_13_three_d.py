@@ -67,6 +67,7 @@ def judge_merged(answer: Answer, one: Any, other: Any, parts: list[Any]) -> None
     known = {
         alone: out * (lse - torch.maximum(la, lb)).exp().nan_to_num(0.0)[..., None],
         "the mean of the two outs: a set with larger scores weighs more": (a + b) / 2,
+        "each out has the other's weight": shares[1] * a + shares[0] * b,
         "weighted by lse itself, not by exp(lse)": (la[..., None] * a + lb[..., None] * b) / (la + lb)[..., None],
         "the sum of the weighted outs, not divided": a * la.exp()[..., None] + b * lb.exp()[..., None],
         "a query that sees nothing of one set still sees the other": out.masked_fill(blind[..., None], 0),
@@ -103,7 +104,7 @@ def test_zigzag(answer: Answer, group: WatchedGroup) -> None:
             equal(x, expected, f"rank {rank}'s positions", known={k: t for k, t in known.items() if ranks > 1})
         require(len(set(work)) == 1, f"the ranks look at {work} keys: not the same work")
     for tokens, ranks in ((10, 2), (6, 2), (9, 1), (4, 4)):
-        case(f"{tokens} tokens, {ranks} ranks: {2 * ranks} equal chunks cannot be")
+        case(f"{tokens} tokens, {ranks} ranks: {2 * ranks} equal chunks cannot be, a ValueError is expected")
         try:
             found = answer.zigzag(tokens, ranks)
         except ValueError:

@@ -110,6 +110,12 @@ def judge_norm(found: float, norm: float, every: list[Held], told: list[float]) 
         ),
         "what several ranks hold is not counted at all": norm_of(every, lambda r, who: len(who) == 1),
         "it is the sum of the ranks' norms: add up squares, then take one root": sum(once),
+        "norms of single gradients were added: add up squares, then take one root": sum(
+            float(g.double().norm())
+            for r, held in enumerate(every)
+            for g, who in held
+            if g is not None and r == min(who)
+        ),
         "the root is missing": norm**2,
     }
     value, wanted = torch.tensor(found, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)

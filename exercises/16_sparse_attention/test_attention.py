@@ -90,6 +90,9 @@ def test_sparse_forward(answer: Answer, group: WatchedGroup) -> None:
             "it has another base: natural logarithms are asked": (lse / math.log(2)).float(),
             "it is -inf where a row sees nothing: nothing was added up": lse.float().masked_fill(nothing, 0),
             "this is the largest score: the sum is missing": largest.float(),
+            "the largest score was subtracted, and is missing": (lse - largest)
+            .float()
+            .masked_fill(nothing, -torch.inf),
         }
         equal(sums, lse.float(), "lse", known=others, **BOUND)
         for col in range(n):

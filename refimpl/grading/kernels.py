@@ -8,6 +8,7 @@ lane that goes astray stays inside the storage, so that nothing crashes, and is 
 
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from refimpl.grading.compare import Wrong, require
+from refimpl.grading.undefined import masked_off
 from refimpl.launch import report
 
 if TYPE_CHECKING:
@@ -53,10 +55,14 @@ def within(t: Tensor, row_stride: int = 0) -> Tensor:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> "Counts":
-    """What the kernel did. Wrong if it stored nothing, if a lane left its tensor, or if programs race."""
+    """What the kernel did. Wrong if it stored nothing, if a lane left its tensor, if programs race, or if a result
+    depends on what the language leaves open.
+    """
     from refimpl.kernels.count import counted
 
-    with counted(trace=True, each=lambda: report(None)) as counts, unwrapped():
+    memory = [torch.empty(0, dtype=torch.uint8).set_(a.untyped_storage()) for a in args if isinstance(a, Tensor)]
+    before = [m.clone() for m in memory]
+    with counted(trace=True, each=lambda: report(None)) as counts, unwrapped(), masked_off() as lanes:
         kernel[tuple(grid)](*args, **constants)
     require(
         counts.stored, "no program stores anything: a kernel returns nothing, its results go into memory by tl.store"
@@ -73,23 +79,42 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> "C
             f"{name}: a race, {places} places are stored by one program while another stores or loads there",
             "The interpreter runs programs one after the other; on a GPU they run at once, in any order.",
         )
+    if lanes:  # once more, from the same memory, with NaN in them
+        after = [m.clone() for m in memory]
+        for m, was in zip(memory, before, strict=True):
+            m.copy_(was)
+        with unwrapped(), masked_off(torch.nan):
+            kernel[tuple(grid)](*args, **constants)
+        require(
+            all(map(torch.equal, memory, after)),
+            "lanes that a mask switches off count in the result, and no `other` says what they hold: "
+            "here it is 0, on a GPU anything",
+            "tl.load(pointer, mask=mask, other=0.0), or what else changes nothing: -inf for a maximum.",
+        )
     return counts
 
 
 @contextmanager
 def unwrapped() -> Iterator[None]:
-    """An exception inside a kernel as it was raised, with the learner's line, not as the interpreter wraps it."""
+    """An exception inside a kernel as it was raised, with the learner's line, not as the interpreter wraps it.
+
+    What numpy warns of meanwhile, in the interpreter's lines, is the kernel's arithmetic, and is judged by its result.
+    """
     from triton.runtime.errors import InterpreterError
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
     except InterpreterError as error:
+        # Triton's own functions, as tl.sigmoid, wrap once more: the learner's line is in the outermost cause alone.
+        outermost = error.__cause__
         cause: BaseException = error
         while isinstance(cause, InterpreterError) and cause.__cause__:
             # Raised below, the cause gets the wrapper as its context: without this they would be each other's.
             wrapper, cause = cause, cause.__cause__
             wrapper.__cause__ = None
-        raise cause from None
+        raise cause.with_traceback(outermost and outermost.__traceback__) from None
 
 
 def moved(

@@ -48,6 +48,7 @@ REFUSED = {  # words of a refusal -> what they mean to who has not read torch's,
         "Rows are along the first dimension, and each rank gets as many: is x cut into a chunk a rank, all as long, "
         "and do the ranks come first? Splits are for what is uneven by its nature."
     ],
+    "Expected dtype ['fp32', 'fp64'] but got": ["Make values fp32 where they are loaded: tl.load(...).to(tl.float32)."],
     "and the splits are": [
         "in_splits: how many rows of x go to each rank; out_splits: how many rows of out come from each. N numbers, "
         "which add up to all rows."

@@ -1,5 +1,8 @@
 """What the language leaves open is made to be seen: an answer must not live on what one CPU happens to do."""
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,3 +23,27 @@ class NoInteger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if given.is_floating_point():
                 result.masked_fill_(given.isnan().expand_as(result), ODD)
         return result
+
+
+@contextmanager
+def masked_off(fill: float = 0.0) -> Iterator[list[Any]]:
+    """Inside, a float that no lane has loaded in Triton's interpreter, as a mask switches it off, is `fill`.
+
+    Where `other` gives a value it is that. Yielded is a list, empty as long as there is no such lane. A single lane is
+    left alone: to the interpreter an `other` of 0 is none there.
+    """
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    original, masks = builder.create_masked_load, list[Any]()
+
+    def load(pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        result = original(pointers, mask, other, *rest)
+        if other is None and mask.data.size > 1 and result.data.dtype.kind == "f" and not mask.data.all():
+            masks.append(mask)
+            result.data[~mask.data.astype(bool)] = fill
+        return result
+
+    builder.create_masked_load = load
+    try:
+        yield masks
+    finally:
+        builder.create_masked_load = original
