@@ -489,6 +489,7 @@ pd.DataFrame(table)
 # | over which ranks | all of them, or groups that repeat each other: `mics_shard_size` | those of a mesh; in a mesh of two axes divided along the second and repeated along the first: HSDP |
 # | what is cut | a unit's parameters end to end, in $N$ flat pieces | each parameter along its first dimension, as a `DTensor` |
 # | what is gathered together | a module's own parameters; `leaf_modules` takes more | what one call of `fully_shard` wraps |
+# | what has been gathered | is the weights, end to end: parameters are views of it | lies rank by rank, some rows of each weight: copied out |
 # | after forward | freed, unless needed again soon (`max_reuse_distance`) | freed, or kept: `reshard_after_forward` |
 # | prefetch | by the order that the first step wrote down | forward: as far as the CPU runs ahead; backward: the reverse order |
 # | masters | fp32 shards beside the 16-bit ones | shards are fp32, cast before they are gathered |

@@ -822,8 +822,8 @@ print({tag: sent[tag] for tag in ("inside a node", "across nodes")}, "of", gradi
 # | | refimpl | Megatron-Core | torchtitan | DeepSpeed |
 # |---|---|---|---|---|
 # | axes, outermost first | pp, dp, cp, tp | the same (`tp-cp-ep-dp-pp`, read from inside) | pp, dp replicated, dp sharded, cp, tp | pipe, data, model |
-# | long sequences | ring, Ulysses | ring, gather, Ulysses, two levels | torch's `context_parallel` | Ulysses |
-# | a rank's tokens under a causal mask | zigzag | zigzag | zigzag | all, of some heads |
+# | long sequences | ring, Ulysses | ring, gather, Ulysses, two levels | torch's, the parts that `context_parallel` is made of | Ulysses |
+# | a rank's tokens under a causal mask | zigzag | zigzag | zigzag; with FlexAttention's masks blocks by their work, if asked | all, of some heads |
 # | weights alike, other tokens | dp x cp | dp x cp, "with context parallel" | `dp_shard` x `cp`, which FSDP shards over | data x sequence |
 
 # %% [markdown]

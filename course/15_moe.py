@@ -651,13 +651,15 @@ print(f"{said} in two levels: 1 message, {across} bytes, and {inside} inside")
 # other node, the one with its own place. (`two_level_all_to_all` in the exercises has equal parts.) Fewer, larger messages pay when a message's
 # fixed price matters: few tokens a rank, hundreds of ranks. Otherwise the copies inside the node cost more than they save,
 # and Tutel has both ways. DeepEP goes over two levels for another reason, with *large* batches: a token that several GPUs
-# of a node want then crosses the network once. Its kernels for decoding send straight, since each hop is latency.
+# of a node want then crosses the network once. For decoding, where each hop is latency, rows go straight (by kernels of
+# their own in its first version; the second has both ways in one).
 #
 # **What hides them?** Nothing that comes next: experts wait for the tokens, and the next layer waits for the answers.
 # Something else must compute meanwhile. The shared expert needs no route (Megatron-Core, `--moe-shared-expert-overlap`). Or
 # the buffer is cut, and one part travels while the experts have another (Tutel, `a2a_ffn_overlap_degree`); each product
 # is smaller then. Or it is another micro-batch: the pairs of chapter 12. None of it is free, since kernels that send take
-# multiprocessors from those that multiply: 20 of an H800's 132 in DeepSeek-V3 (section 3.2 of its report). refimpl waits.
+# multiprocessors from those that multiply: 20 of an H800's 132 in DeepSeek-V3 (section 3.2 of its report; the second
+# DeepEP says that it needs 4 to 6). refimpl waits.
 #
 # ## 7. Break it
 #

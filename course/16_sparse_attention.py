@@ -505,7 +505,7 @@ print("two patterns, one length, two results:", not torch.equal(fixed(x, x, x), 
 # | | pattern | kernel | today |
 # |---|---|---|---|
 # | DeepSpeed | fixed, variable, BigBird, Longformer, local | three products over lists, fp16 | removed in 0.19.7 |
-# | torch FlexAttention | any function of positions, as a block mask and a token mask | compiled Triton (C++ on CPUs) | current |
+# | torch FlexAttention | any function of positions, as a block mask and a token mask | compiled Triton (C++ on CPUs), or FlashAttention 4's: `BACKEND="FLASH"` | current |
 # | FlashAttention 2 | a window | its own | current |
 # | refimpl | all of the above by block | gathered tiles; Triton on GPUs | |
 #

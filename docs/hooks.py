@@ -1,7 +1,7 @@
 """Turns what the repository already has (notebooks, solutions, cards, docstrings, README) into pages of the site.
 
-MkDocs calls `on_startup` once, `on_files` at each build, `on_page_markdown` and `on_page_content` for each page;
-`pages/` does the work.
+MkDocs calls `on_startup` once, `on_config` and `on_files` at each build, `on_page_markdown` and `on_page_content` for
+each page; `pages/` does the work.
 """
 
 import gc
@@ -16,7 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pages import cards, exercises, notebook, reference
-from pages.markdown import heading, relative, relink
+from pages.markdown import Dunders, heading, mark_long_cells, relative, relink
 from pages.source import Sources, commit_of
 
 from refimpl.bank import export
@@ -47,6 +47,12 @@ def on_startup(**_: Any) -> None:
     gc.set_threshold(200_000)
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add what cannot be said in mkdocs.yml."""
+    config.markdown_extensions.append(Dunders())  # Markdown takes names and objects
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made, then replace each folder in `nav` by its pages."""
     sources = Sources(ROOT, config.extra["repository"], commit_of(ROOT))
@@ -73,11 +79,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the code of a source file below its head; its lines are places that links may lead to."""
+    """Put the code of a source file below its head; its lines are places that links may lead to. Mark long cells."""
     code = Sources(ROOT, "", "").below(page.file.src_uri)
     if page.present_anchor_ids is not None:
         page.present_anchor_ids |= set(re.findall(r'id="(L\d+)"', code))
-    return html + code
+    return mark_long_cells(html) + code
 
 
 def course(sources: Sources) -> Made:

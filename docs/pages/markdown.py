@@ -4,6 +4,11 @@ import posixpath
 import re
 from collections.abc import Callable
 
+from markdown import Extension, Markdown
+from markdown.inlinepatterns import SimpleTextInlineProcessor
+
+CELL = re.compile(r"<t([dh])(\s[^>]*)?>(?=(.*?)</t\1>)", re.DOTALL)  # of a table: its text is looked at, not taken
+LONG = 16  # characters: more of them in a column as narrow as a phone would leave it are read word by word
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s:#]+)(?P<anchor>#[^)\s]*)?(?=[)\s])")
 
 
@@ -53,3 +58,22 @@ def relink(markdown: str, folder: str, home: Callable[[str], str | None]) -> str
         return match[0] if new is None else new + (match["anchor"] or "")
 
     return LINK.sub(moved, markdown)
+
+
+def mark_long_cells(html: str) -> str:
+    """Cells of tables that have much to say get `data-long`: site.css gives their columns room on a phone."""
+
+    def marked(cell: re.Match[str]) -> str:
+        kind, attributes, text = cell.groups()
+        is_long = len(re.sub(r"<[^>]*>", "", text).strip()) > LONG
+        return f"<t{kind}{attributes or ''}{' data-long' if is_long else ''}>"
+
+    return CELL.sub(marked, html)
+
+
+class Dunders(Extension):
+    """`pipe/__init__.py` in a docstring is a file's name. Markdown would make `init` bold, and drop the rest."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        after_code, name = 70, SimpleTextInlineProcessor(r"(__[a-z_]+__)", md)  # and before emphasis
+        md.inlinePatterns.register(name, "dunder", after_code)

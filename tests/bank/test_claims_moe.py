@@ -1,5 +1,8 @@
 """What cards on mixtures of experts claim and no other test shows."""
 
+import math
+from itertools import combinations
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,3 +111,30 @@ def distance(averaged: bool) -> Tensor:
 def test_experts_that_learn_from_the_mean_of_strangers_keep_their_first_difference() -> None:
     assert distance(averaged=True).abs().max() < 1e-5
     assert distance(averaged=False).abs().max() > 0.1
+
+
+def test_so_many_nodes_have_a_tokens_experts_on_average() -> None:
+    for experts, nodes, k in ((8, 4, 3), (12, 3, 2), (8, 2, 4)):
+        chosen = list(combinations(range(experts), k))
+        mean = sum(len({e * nodes // experts for e in few}) for few in chosen) / len(chosen)
+        formula = nodes * (1 - math.comb(experts - experts // nodes, k) / math.comb(experts, k))
+        assert math.isclose(mean, formula)
+
+
+def eight_bits_there(width: int) -> int:
+    """Bytes of one way out in 8 bits with a scale for each 128, and one way back in 16, as the ledger has them."""
+    group = Group.world()
+    flat, rows = Flat(group), [[3] * group.size for _ in range(group.size)]
+    for sent in (
+        torch.zeros(3 * group.size, width, dtype=torch.uint8),
+        torch.zeros(3 * group.size, width // 128),
+        torch.zeros(3 * group.size, width, dtype=torch.bfloat16),
+    ):
+        flat(sent, rows)
+    return sum(group.ledger.sent_bytes().values())
+
+
+def test_rows_in_8_bits_there_and_in_16_back() -> None:
+    width, ep = 256, 2
+    for sent in run(eight_bits_there, width, ranks=ep):
+        assert sent == 3 * ep * (ep - 1) / ep * ((width + 4 * width / 128) + 2 * width)

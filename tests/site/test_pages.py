@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown import Markdown
 from pages import notebook
 from pages.exercises import stub, without_docstring
-from pages.markdown import fence, heading, relink, title
+from pages.markdown import Dunders, fence, heading, mark_long_cells, relink, title
 from pages.source import Sources, numbered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,3 +148,13 @@ def test_titles() -> None:
         "02 DDP", "05 ZeRO-2", "03 Precision and bytes", "13 Three D", "15 MoE"]  # fmt: skip
     with pytest.raises(ValueError, match="no '# title'"):
         heading("text")
+
+
+def test_a_dunder_is_a_name_and_no_emphasis() -> None:
+    html = Markdown(extensions=[Dunders()]).convert("runtime/pipe/__init__.py, `__dict__`, __all of it__")
+    assert html == "<p>runtime/pipe/__init__.py, <code>__dict__</code>, <strong>all of it</strong></p>"
+
+
+def test_cells_with_much_to_say_are_marked() -> None:
+    rows = '<thead><tr><th>bytes</th></tr></thead><tr><td style="x">summed over <b>all</b> ranks</td><td>4</td></tr>'
+    assert mark_long_cells(rows) == rows.replace('"x"', '"x" data-long')
