@@ -104,7 +104,7 @@ def initialize(
     (Lightning's `trainer.fit(model)` and then `trainer.test(model)`); that one cannot train it any more, and says so.
     """
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={__git_hash__}, git-branch={__git_branch__}", ranks=[0])
-    init_distributed(dist_init_required=dist_init_required)
+    comm.init_distributed(dist_init_required=dist_init_required)
     beside_accelerate.tell()
     if model is not None:
         _leave_former(model)

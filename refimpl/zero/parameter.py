@@ -213,6 +213,8 @@ class Freed(Managed):
                 return func(*args, **(kwargs or {}))  # x.to(p), of whose kind x is to be
             if func is nn.functional.pad and not any(args[1]):
                 return args[0]  # by nothing, as transformers' tie_weights does with the bias of a head
+            if func is Tensor.data_ptr and args[0].stage is None and not args[0].zero_unit.asked("data_ptr"):
+                return 0  # as in DeepSpeed: transformers' run_clm.py tells tied parameters by it when it counts them
             if func not in HARMLESS:
                 for p in tree_leaves((args, kwargs)):
                     if isinstance(p, Freed):

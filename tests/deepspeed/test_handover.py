@@ -1,6 +1,7 @@
 """One model, several engines after each other, as Lightning's Trainer makes them: fit, test, fit again."""
 
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
@@ -74,3 +75,15 @@ def two_models() -> None:
 
 def test_a_part_of_anothers_model_is_refused() -> None:
     worlds.run(two_models, ranks=2)
+
+
+def calls_of_init_distributed() -> int:
+    with mock.patch("refimpl.deepspeed.init_distributed", wraps=deepspeed.init_distributed) as watched:
+        deepspeed.init_distributed()
+        engine_of(nn.Linear(5, 3), 2, trains=True)
+    return watched.call_count
+
+
+def test_who_watches_init_distributed_sees_the_scripts_calls_alone() -> None:
+    """Lightning's tests count them; DeepSpeed's `initialize` calls that of `deepspeed.comm`."""
+    assert worlds.run(calls_of_init_distributed, ranks=1) == [1]

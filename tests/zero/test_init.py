@@ -575,6 +575,19 @@ def test_data_of_what_is_sharded_has_a_shape_and_no_values() -> None:
     assert all(run(tied))
 
 
+def test_before_there_is_a_stage_what_is_sharded_lies_nowhere() -> None:
+    """transformers' run_clm.py counts a new model by `{p.data_ptr(): p.numel() for p in model.parameters()}`."""
+    with Init():
+        model = Net()
+    assert {p.data_ptr() for p in model.parameters()} == {0}
+    with GatheredParameters(model):
+        assert 0 not in {p.data_ptr() for p in model.parameters()}
+    stage = Zero3(model, adamw(model), Group(None), ZeroConfig())
+    with pytest.raises(RuntimeError, match="data_ptr needs its values, and outside its module's forward"):
+        model.head.weight.data_ptr()
+    stage.release()
+
+
 def halves(model: nn.Module) -> None:
     model.bfloat16().half()
 

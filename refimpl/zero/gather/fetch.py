@@ -59,8 +59,10 @@ class Fetch:
         """`sign` is called when backward first needs a module: see `BackwardPass`; `complete` when it is through."""
         self.model, self.config, self.path, self.sign = model, config, path, sign
         self.complete = complete
-        self.names = {m: name or "the model" for name, m in model.named_modules()}
-        self.units_of = {m: list(units_of.get(name, [])) for name, m in model.named_modules()}
+        # By id, while the modules are held: the hash of a module may change. A torchmetrics Metric's does as it counts.
+        self.modules = list(model.modules())
+        self.names = {id(m): name or "the model" for name, m in model.named_modules()}
+        self.units_of = {id(m): list(units_of.get(name, [])) for name, m in model.named_modules()}
         self.units = list(dict.fromkeys(u for units in units_of.values() for u in units))
         self.joins = any(unit.is_joined for unit in self.units)
         self.gathered = {u for u in self.units if not u.is_free}
@@ -71,13 +73,13 @@ class Fetch:
         self.keeps = False  # nothing is freed before the backward after a recorded one is over
         self.handles: list[Any] = []
         self.on_leaves: list[Any] = []  # hooks on tensors that outlive the graph, such as one input of every step
-        self.on_inputs: dict[nn.Module, list[Any]] = {}  # hooks on what a checkpoint's second run of a leaf module gets
+        self.on_inputs: dict[int, list[Any]] = {}  # hooks on what a checkpoint's second run of a leaf module gets
         used = weakly(self.used)
         for unit in self.units:
             unit.on_use, unit.among, unit.unit_at = used, self.gathered, self.unit_at
             unit.fails, unit.begin = path.fails, path.begin
-        self.several = {m: us for m, us in self.units_of.items() if of_several(m, us)}
-        for module in self.units_of:
+        self.several = {id(m): us for m in self.modules if of_several(m, us := self.units_of[id(m)])}
+        for module in self.modules:
             before, after = untraced(self.before_forward), untraced(self.after_forward)
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
@@ -97,18 +99,18 @@ class Fetch:
             self.path.begin(self._iteration(module))
         self.need(module, "forward")
         self.watch_saved(module)
-        if torch.is_grad_enabled() and frozen(self.units_of[module]):
+        if torch.is_grad_enabled() and frozen(self.units_of[id(module)]):
             # No gradient will say that backward is through with them; the gradient of the module's input does.
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
                     handle = tensor.register_hook(weakly(self.after_backward, module))  # type: ignore[no-untyped-call]
                     self.on_leaves += [handle] if tensor.grad_fn is None else []
-        if module in self.several and torch.is_grad_enabled():
+        if id(module) in self.several and torch.is_grad_enabled():
             self.hold(module, [t for t in tensors_of((args, kwargs)) if t.requires_grad])
 
     def is_of_all(self, module: nn.Module) -> bool:
         """Whether all ranks run `module` or none: a part that each of them has whole one may run alone."""
-        return module is self.model or any(self.units_of.get(part) for part in module.modules())
+        return module is self.model or any(self.units_of.get(id(part)) for part in module.modules())
 
     def hold(self, module: nn.Module, inputs: list[Tensor]) -> None:
         """Reduce the units of a leaf module when backward has the gradients of its inputs, and so is through with it.
@@ -118,38 +120,40 @@ class Fetch:
         it inside `autograd.grad` (a gradient penalty).
         """
         if inputs:
-            for unit in self.several[module]:
+            for unit in self.several[id(module)]:
                 unit.awaited += 1
         if computed := [t for t in inputs if t.grad_fn is not None or self.running[-1].again]:
             through = weakly(self.through, module)
             handle = torch.autograd.graph.register_multi_grad_hook(computed, untraced(through), mode="all")
             if any(t.grad_fn is None for t in computed):  # it holds its node, which holds it: for good, if not removed
-                self.on_inputs.setdefault(module, []).append(handle)
+                self.on_inputs.setdefault(id(module), []).append(handle)
 
     def through(self, module: nn.Module, *_: Any) -> None:
         if not self.keeps:
-            self.drop_hooks(module)
-        for unit in self.several[module]:
+            self.drop_hooks(id(module))
+        for unit in self.several[id(module)]:
             unit.awaited -= 1
             if unit.awaited <= 0:
                 self.complete(unit)
 
-    def drop_hooks(self, module: nn.Module) -> None:
+    def drop_hooks(self, module: int) -> None:
         for handle in self.on_inputs.pop(module, ()):
             handle.remove()
 
     def _iteration(self, module: nn.Module) -> str:
         """The kind of iteration that begins with a forward of `module`: each has a trace of its own."""
         mode = "training" if self.model.training else "evaluation"
-        return f"a new forward of {self.names[module]} ({mode}, {'' if torch.is_grad_enabled() else 'no '}gradients)"
+        return (
+            f"a new forward of {self.names[id(module)]} ({mode}, {'' if torch.is_grad_enabled() else 'no '}gradients)"
+        )
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.running or self.running[-1].module is not module:
             return  # it never began: a hook before ours raised
         if self.running.pop().is_watched:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-            explain(self.names[module])
-        if self.units_of[module]:
+            explain(self.names[id(module)])
+        if self.units_of[id(module)]:
             for tensor in tensors_of(output):
                 if shown := self.unit_holding(tensor):
                     shown.is_shown = True  # who goes on computing with a view keeps its memory
@@ -159,8 +163,8 @@ class Fetch:
                     handle = hooked(weakly(self.before_backward, module))
                     self.on_leaves += [handle] if node is None else []
         if not in_backward():
-            busy = [u for inside in self.running for u in self.units_of[inside.module]]
-            done = [u for u in self.units_of[module] if u not in busy]
+            busy = [u for inside in self.running for u in self.units_of[id(inside.module)]]
+            done = [u for u in self.units_of[id(module)] if u not in busy]
             self.leave([u for u in done if not soon_again(self.path.trace, u, self.config)])
             if not self.running:
                 self.release(list(self.leaving))
@@ -189,7 +193,7 @@ class Fetch:
     def after_backward(self, module: nn.Module, *_: Any) -> None:
         """Free the units of which no gradient will say that backward is through with them."""
         if not self.keeps:
-            self.leave(frozen(self.units_of[module]))
+            self.leave(frozen(self.units_of[id(module)]))
 
     def watch_saved(self, module: nn.Module) -> None:
         """Look at what autograd saves while `module` runs: what lies in a unit must be there when it is unpacked.
@@ -203,7 +207,7 @@ class Fetch:
         """
         enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         running = self.running[-1]
-        may_save = self.units_of[module] or (self.joins and running is self.running[0])
+        may_save = self.units_of[id(module)] or (self.joins and running is self.running[0])
         if may_save and not running.is_watched and torch.is_grad_enabled() and enabled:
             around = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if around != running.around:
@@ -223,7 +227,7 @@ class Fetch:
 
     def need(self, module: nn.Module, during: Pass) -> None:
         """Return when all units of `module` are available, with those that come next on their way."""
-        units = self.units_of[module]
+        units = self.units_of[id(module)]
         if all(unit.held for unit in units):
             return
         fresh = [u for u in units if not (u.is_joined and self.path.trace.last == (u, during))]
@@ -256,7 +260,7 @@ class Fetch:
         elif self.running:
             reader = self.running[-1].module
             refuse_transformed(unit.name)
-            self.units_of[reader].append(unit)
+            self.units_of[id(reader)].append(unit)
             self.path.visit(unit, "forward")
             unit.wait()
             self.watch_saved(reader)
