@@ -55,6 +55,13 @@ send, recv = _timed(dist.send, "send"), _timed(dist.recv, "recv")
 isend, irecv = _timed(dist.isend, "isend"), _timed(dist.irecv, "irecv")
 
 
+class TorchBackend:
+    """Which of torch's functions gather and scatter, for who calls them unlogged (DeepSpeedExamples' benchmarks)."""
+
+    get_all_gather_function = staticmethod(functools.partial(current, "all_gather"))
+    get_reduce_scatter_function = staticmethod(functools.partial(current, "reduce_scatter"))
+
+
 class P2POp:
     """A message of `batch_isend_irecv`. op: `isend` or `irecv` of here, or torch's; peer: a rank of the world."""
 

@@ -65,6 +65,14 @@ class StatefulDistributedSampler(DistributedSampler[Any]):
         self._begun, self._restored = False, True
 
 
+class TrainingLoader(DataLoader[Any]):
+    """torch's loader, whose sampler has DeepSpeed's name too: scripts call `loader.data_sampler.set_epoch(epoch)`."""
+
+    @property
+    def data_sampler(self) -> Any:
+        return self.sampler
+
+
 class RepeatingLoader:
     """An iterator over `loader` that starts again when it is exhausted, and so never ends."""
 
@@ -93,7 +101,7 @@ def make_dataloader(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,
-) -> DataLoader[Any]:
+) -> TrainingLoader:
     """Micro-batches of `micro_batch` samples for this rank.
 
     An IterableDataset has no indices to share out: it is taken as it is and must give each rank its own samples.
@@ -103,7 +111,7 @@ def make_dataloader(
     if isinstance(dataset, DataLoader):
         raise TypeError("training_data: a DataLoader: pass its dataset, of which a loader is made for each rank")
     stream = isinstance(dataset, IterableDataset)
-    loader: DataLoader[Any] = DataLoader(
+    loader = TrainingLoader(
         dataset,
         batch_size=micro_batch,
         sampler=None if stream else StatefulDistributedSampler(dataset, ranks, rank, shuffle),

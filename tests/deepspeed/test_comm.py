@@ -37,6 +37,8 @@ def reductions() -> None:
     one = torch.zeros(1)
     dist.reduce_scatter_tensor(one, row(rank, size))
     assert one.equal(total[rank : rank + 1])
+    dist.TorchBackend.get_reduce_scatter_function()(one.zero_(), row(rank, size))
+    assert one.equal(total[rank : rank + 1])
     dist.reduce_scatter(one, list(row(rank, size).split(1)))
     assert one.equal(total[rank : rank + 1])
     xs = [row(rank, size), row(rank, size)]
@@ -56,6 +58,8 @@ def exchanges() -> None:
     assert torch.stack(rows).equal(everyone)
     assert flat.equal(everyone.flatten())
     dist.all_gather_coalesced([flat.zero_()], [row(rank, size)])
+    assert flat.equal(everyone.flatten())
+    dist.TorchBackend.get_all_gather_function()(flat.zero_(), row(rank, size))
     assert flat.equal(everyone.flatten())
     column = torch.zeros(size)
     dist.all_to_all_single(column, row(rank, size))

@@ -595,12 +595,18 @@ def test_what_scripts_import_for_a_word_or_to_catch_it() -> None:
     assert engine.gradient_clipping() == GRADIENT_CLIPPING_DEFAULT
     assert list(engine.deepspeed_io([0, 1, 2], 1, ROUTE_EVAL)) == [0, 1, 2]
     assert issubclass(ZeRORuntimeException, Exception)
+    from refimpl.deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+    from refimpl.deepspeed.runtime.pipe import ProcessTopology
+
+    assert (MEMORY_OPT_ALLREDUCE_SIZE, ProcessTopology(["pipe"], [1]).world_size()) == (500_000_000, 1)
 
 
 def test_the_loader_of_an_engine_has_deepspeeds_name() -> None:
     data, config = [torch.ones(2)] * 3, {"train_batch_size": 1}
     loader = deepspeed.initialize(model=nn.Linear(2, 2), training_data=data, config=config)[2]
     assert isinstance(loader, DeepSpeedDataLoader)
+    assert isinstance(loader.data_sampler, torch.utils.data.DistributedSampler)  # whose set_epoch scripts call
+    assert loader.data_sampler is loader.sampler
 
 
 def test_a_loader_made_by_hand_gives_each_rank_its_share() -> None:

@@ -265,6 +265,33 @@ def test_of_a_name_that_two_stages_have_with_two_shapes_is_told() -> None:
         shared(specs, [{0}, {1}], 2, [].__getitem__, [*told, {}])  # on a rank between them, too
 
 
+class Inside(nn.Sequential):
+    """Its first layer's weight by another name, and a norm."""
+
+    def __init__(self, first: bool = True, normed: bool = True) -> None:
+        super().__init__(nn.Linear(3, 3, bias=False), *([nn.LayerNorm(3)] if normed else []))
+        self.first = first
+
+    @property
+    def words(self) -> Any:
+        return self[0].weight
+
+
+def test_layers_of_a_key_that_are_built_otherwise_share_the_tied_weight_alone() -> None:
+    """gdGPT's BLOOM: the norm behind the embedding would be the one before the head, and was, in silence."""
+
+    def share(normed: bool, last: bool) -> list[tuple[tuple[int, ...], list[nn.Parameter]]]:
+        specs = [TiedLayerSpec("ends", Inside, first, normed, tied_weight_attr="words") for first in (True, not last)]
+        modules = [spec.build() for spec in specs]
+        told = [beside(specs, nn.ModuleDict({"ends": module})) for module in modules]
+        return shared(specs, [{0}, {1}], 1, modules.__getitem__, told)
+
+    assert [len(params) for _, params in share(normed=True, last=False)] == [3]
+    assert [len(params) for _, params in share(normed=False, last=True)] == [1]
+    with pytest.raises(ValueError, match=r"0 is built with first=True and layer 1 with first=False.* 1\.bias too: "):
+        share(normed=True, last=True)
+
+
 def test_a_rank_that_shares_no_gradients_with_others_is_told() -> None:
     with pytest.raises(ValueError, match=r"rank 0 is none of the ranks \[1, 2\] that share these gradients"):
         sum_gradients(Group(None), [1, 2], [])

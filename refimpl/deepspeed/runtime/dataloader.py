@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from refimpl.engine.dataloader import RepeatingLoader
+from refimpl.engine.dataloader import RepeatingLoader, TrainingLoader
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 
@@ -18,7 +18,7 @@ class Loader(type):
         return isinstance(instance, DataLoader)
 
 
-class DeepSpeedDataLoader(DataLoader[Any], metaclass=Loader):
+class DeepSpeedDataLoader(TrainingLoader, metaclass=Loader):
     """A rank's share of a dataset that a script shares out by hand (h2o-llmstudio, for its validation).
 
     data_sampler: else a DistributedSampler over the data-parallel ranks, or with local_rank -1 a RandomSampler.
