@@ -6,7 +6,8 @@
 or, as the first line of a program, `refimpl.alias_deepspeed()`. One finder in front of `sys.meta_path` answers both
 questions that are asked of a package: where `deepspeed.x` is (it is the module `refimpl.deepspeed.x` itself, so
 `isinstance` agrees under both names) and which version is installed (`importlib.metadata`). Nothing is written, and
-other processes do not see it.
+other processes do not see it, but for those that multiprocessing starts under `python -m refimpl.as_deepspeed`: a data
+loader's workers, whose path has `refimpl/spawned` too.
 """
 
 import importlib
@@ -145,6 +146,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python -m refimpl.as_deepspeed [-m] script.py [arguments of the script]")
     alias_deepspeed(force=True)
     os.environ.setdefault("REFIMPL_STATE_DICT", "names")  # what rank 0 of its scripts asks for alone
+    sys.path.insert(1, str(Path(__file__).parent / "spawned"))  # before an installed one
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

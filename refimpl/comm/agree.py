@@ -3,10 +3,12 @@
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from refimpl.comm.board import Board, Call, caller
 from refimpl.comm.patience import Patience
+from refimpl.comm.tasks import Task
 from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.lost import RankLost, lost_connection
 from refimpl.ranks.register import Register
@@ -78,12 +80,12 @@ class Agreed:
         with self:
             return [Transfer(handle, self, place) for handle in phase()]
 
-    def is_late(self, waited: float) -> None:
+    def is_late(self, waited: float, needs: str = "every rank") -> None:
         """Say so, to the reader of a job that seems to hang."""
         did = self.board.standings() if self.board else ""
         print(
             f"rank {self.rank} has waited {waited:.0f} s for other ranks in {self.text}. Are they slow, or did they go "
-            f"another way? It needs every rank.{did}",
+            f"another way? It needs {needs}.{did}",
             file=sys.stderr,
             flush=True,
         )
@@ -126,7 +128,10 @@ class Transfer:
 
     def wait(self) -> None:
         with self.part_of:
-            if self.place is None:
+            patience, tell = self.part_of.patience, self.part_of.is_late
+            if self.place is not None:
+                patience.wait(self.handle, self.place, tell)
+            elif isinstance(self.handle, Task):
+                patience.wait(self.handle, None, partial(tell, needs="both ranks"))
+            else:  # torch's message is lost once a wait for it was too short
                 self.handle.wait()
-            else:
-                self.part_of.patience.wait(self.handle, self.place, self.part_of.is_late)

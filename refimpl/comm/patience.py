@@ -59,12 +59,17 @@ class Patience:
         if self.lost is not None:
             raise self.lost
 
-    def wait(self, handle: Any, number: int, tell: Callable[[float], None]) -> None:
-        """Return when the transfer `handle` of collective `number` is done. If it is `late`, `tell` hears so, once."""
+    def wait(self, handle: Any, number: int | None, tell: Callable[[float], None]) -> None:
+        """Return when the transfer `handle` of collective `number` is done. If it is `late`, `tell` hears so, once.
+
+        number None: of a message between two, of which nobody who could be asked knows.
+        """
         self.refuse_lost()
-        began, seconds, told = time.monotonic(), self.stall if self.ask else self.late, False
+        asks = number is not None and self.ask
+        began, seconds, told = time.monotonic(), self.stall if asks else self.late, False
         while not _is_done_within(handle, seconds):
-            self._ask(number)
+            if number is not None:
+                self._ask(number)
             waited = time.monotonic() - began
             if waited >= self.late and not told:
                 tell(waited)

@@ -88,8 +88,14 @@ def limit(least: timedelta = timedelta()) -> timedelta | None:
     """
     job = dist.group.WORLD
     assert job is not None
-    options = getattr(job._get_backend(job._device_types[0]), "options", None)
-    return None if options is None else max(options._timeout, least)  # None: ranks that are only played
+    own = limit_of(job)
+    return None if own is None else max(own, least)
+
+
+def limit_of(handle: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of this group may take. None: its ranks are only played."""
+    options = getattr(handle._get_backend(handle._device_types[0]), "options", None)
+    return None if options is None else options._timeout
 
 
 def beside(handle: dist.ProcessGroup, meet: Callable[[], None]) -> dist.ProcessGroup:

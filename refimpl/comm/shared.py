@@ -26,6 +26,7 @@ from refimpl.comm.board import CollectiveMismatch
 from refimpl.comm.collectives import Op, Scratch
 from refimpl.comm.mapped import Mapped, Own, Place
 from refimpl.comm.patience import SHORT
+from refimpl.comm.process_group import limit_of
 from refimpl.comm.signals import Channel, Need, Watch, message_words
 from refimpl.comm.streams import Streams
 from refimpl.comm.tasks import Tasks
@@ -44,7 +45,7 @@ class Shared(Library):
         weakref.finalize(self, own.leave).atexit = False
         ranks = dist.get_process_group_ranks(handle)
         self.watch = Watch(files, pids, [f"rank {ranks[m]} (process {pid})" for m, pid in enumerate(pids)])
-        self.tasks = Tasks(self.watch)
+        self.tasks = Tasks(self.watch, limit_of(handle))
         self._scratch = Scratch(empty=lambda numel, dtype, device: own.empty(numel, dtype))
         self._lent: list[tuple[list[Need], Tensor]] = []  # copies, until these needs are met: then all have read them
         self._all = Channel(self.rank, files, dict.fromkeys(range(self.size), 0))

@@ -62,10 +62,13 @@ class Task:
 
 
 class Tasks:
-    """All that are under way in one group, the oldest first. `lock`: of these and of what their steps touch."""
+    """All that are under way in one group, the oldest first. `lock`: of these and of what their steps touch.
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    longest: a task that is waited for longer has failed, as torch's own does: a peer that hangs holds nobody for ever.
+    """
+
+    def __init__(self, watch: Watch, longest: timedelta | None = None) -> None:
+        self.watch, self.longest = watch, math.inf if longest is None else longest.total_seconds()
         self.lock: Lock = threading.RLock()
         self._under_way: list[Task] = []
         self._helper = Helper(self)
@@ -104,4 +107,7 @@ class Tasks:
                 except RuntimeError as error:  # the peer has ended: this is no limit that was over
                     task.fail(error)
                 looks = 0
+                if now - since >= self.longest:
+                    said = f"timed out waiting, after the process group's timeout of {self.longest:.0f} s"
+                    task.fail(RuntimeError(said))
         return task.over

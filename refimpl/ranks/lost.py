@@ -14,7 +14,7 @@ E = TypeVar("E", bound=Exception)
 
 _CONNECTION_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|timed out waiting"
-    r"|remote process (has )?(exited|failed)|communicator was aborted",
+    r"|application timeout|remote process (has )?(exited|failed)|communicator was aborted",
     re.IGNORECASE,
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from refimpl.comm.agree import Agreed, Transfer
 from refimpl.comm.behind import Behind
 from refimpl.comm.patience import Patience
 from refimpl.comm.throttled import Crossing
@@ -115,6 +116,13 @@ def test_who_polls_a_device_for_long_leaves_pythons_lock_to_other_threads(monkey
     monkeypatch.setattr(time, "sleep", slept.append)
     Patience(stall=10).poll(lambda: next(looks))
     assert slept == pytest.approx([5e-5, 2e-4, 1e-3])
+
+
+def test_torchs_own_message_is_waited_for_once_and_without_a_limit() -> None:
+    """Its pair of ranks is closed when a limit is over."""
+    handle: Any = Handle(0)
+    Transfer(handle, Agreed(None, None, Patience(late=0), 0, "recv", ""), None).wait()
+    assert handle.limits == [None]
 
 
 def test_after_ranks_have_parted_nothing_begins_and_nothing_is_awaited() -> None:

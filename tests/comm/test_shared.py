@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import mmap
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +29,13 @@ from torch import Tensor
 
 from refimpl import launch
 from refimpl.comm import route, signals
+from refimpl.comm.agree import Agreed, Transfer
 from refimpl.comm.composed import Composed
 from refimpl.comm.group import Group
 from refimpl.comm.link import Link
 from refimpl.comm.mapped import DATA, Own
 from refimpl.comm.patience import Patience
+from refimpl.comm.process_group import limit
 from refimpl.comm.shared import Shared
 from refimpl.comm.signals import SLOTS, Need, Watch
 from refimpl.comm.tasks import Tasks
@@ -236,6 +240,51 @@ def test_who_asks_around_meanwhile_is_told_that_a_peer_has_died() -> None:
     patience.ask.append(lambda number: pytest.fail("the death was taken for a limit that was over"))
     with pytest.raises(RuntimeError, match="has exited: rank 1"):
         patience.wait(task, 1, lambda _: None)
+
+
+class Never:
+    """A peer that lives, and answers only the `answers`th time that somebody waits for it."""
+
+    def __init__(self, answers: float = math.inf) -> None:
+        self.waits, self.answers = 0, answers
+
+    def met(self, need: Need) -> bool:
+        return self.waits >= self.answers
+
+    def wait(self, need: Need, seconds: float, looks: int) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("waits", ["at once", "in pieces"])
+def test_a_peer_that_hangs_is_waited_for_as_long_as_the_process_groups_timeout(waits: str) -> None:
+    never: Any = Never()
+    (task,) = Tasks(never, timedelta(0)).begin(iter([Need(1, 0, 1)]))
+    agreed = Agreed(None, None, Patience(), 0, "all_reduce of 4 float32", "loss")
+    with pytest.raises(RankLost, match=r"waits in vain in all_reduce of 4 float32, tag 'loss'.*or is stuck.*timed out"):
+        Transfer(task, agreed, 1 if waits == "in pieces" else None).wait()
+    assert task.is_completed()
+
+
+def test_a_job_says_how_long_that_is() -> None:
+    def check() -> None:
+        here, job = Group.world().transport, limit()
+        assert isinstance(here, Shared)
+        assert job is not None
+        assert here.tasks.longest == job.total_seconds() > 0
+
+    run(check, ranks=2)
+
+
+def test_a_late_message_is_told_as_a_late_collective_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a pipeline the ranks wait for each other in nothing else."""
+    third: Any = Never(answers=3)
+    (task,) = Tasks(third).begin(iter([Need(1, 0, 1)]))
+    patience = Patience(again=0, late=0)
+    patience.ask.append(lambda number: pytest.fail("a message has no number"))
+    Transfer(task, Agreed(None, None, patience, 2, "recv of 4 float32 from 1", ""), None).wait()
+    told = capsys.readouterr().err
+    assert told.count("rank 2 has waited 0 s for other ranks in recv of 4 float32 from 1") == 1
+    assert "It needs both ranks." in told
 
 
 @pytest.mark.parametrize("posts", [True, False])

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from foreign import run_python, run_script
+from foreign import run_on_ranks, run_python, run_script
 
 from refimpl import launch
 from refimpl.as_deepspeed import INSTEAD, Finder
@@ -114,6 +114,20 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     said = run_python("-m", "refimpl.as_deepspeed", "-m", "script", "2", path=(tmp_path,))
     assert said.startswith("__main__ refimpl.deepspeed ['2']")
     assert "usage" in run_python("-m", "refimpl.as_deepspeed", expect=1)
+
+
+WORKER = """
+from deepspeed.ops.adam import FusedAdam
+import deepspeed, deepspeed.comm, refimpl.deepspeed.ops.adam
+assert deepspeed is refimpl.deepspeed and FusedAdam is refimpl.deepspeed.ops.adam.FusedAdam
+"""
+
+
+def test_what_a_script_spawns_imports_it_too(installed: Path) -> None:
+    """A data loader's worker runs the script's imports again; of the alias it has the path alone."""
+    script = "import sys; print(*sys.path[1:], sep='\\n')"
+    path = run_on_ranks(script, installed, ranks=1).splitlines()
+    in_a_process(WORKER, Path(path[0]), installed)
 
 
 def test_what_is_not_there_yet_says_so_when_it_is_used() -> None:
