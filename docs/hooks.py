@@ -157,4 +157,4 @@ def unfold(entry: Any, places: list[str]) -> Any:
 def named(place: str) -> str | dict[str, str]:
     """A package's page gets a name that a narrow menu may break at each dot: cut off, seven would look alike."""
     package = Path(place).stem
-    return {package.replace(".", ".\u200b"): place} if "." in package else place
+    return {reference.breakable(package): place} if "." in package else place

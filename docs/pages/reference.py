@@ -45,10 +45,15 @@ def pages(root: Path, sources: Sources) -> dict[str, str]:
     for package, modules in packages(root).items():
         place = f"reference/{package}.md"
         idea = sentence(root / package.replace(".", "/") / "__init__.py")
-        rows.append(f"| [`{package}`]({package}.md) | {idea} |")
+        rows.append(f"| [`{breakable(package)}`]({package}.md) | {idea} |")
         parts = [f"# {package}", idea, *(module(path, root, place, sources) for path in modules)]
         made[place] = "\n\n".join(parts) + "\n"
     return {"reference/index.md": INTRODUCTION + "\n".join(rows) + "\n", **made}
+
+
+def breakable(package: str) -> str:
+    """Its name, which a narrow column may break at each dot."""
+    return package.replace(".", ".\u200b")
 
 
 def module(path: Path, root: Path, place: str, sources: Sources) -> str:
