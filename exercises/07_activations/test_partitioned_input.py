@@ -40,7 +40,7 @@ def test_PartitionedInput(answer: Answer, group: WatchedGroup) -> None:
         require(not fresh.ledger.events, "something was sent when x was cut: every rank has all of it already")
         expected = activation(shape, dtype).detach()
         padded = F.pad(expected.flatten(), (0, size * group.size - expected.numel()))
-        equal(held.mine, padded.view(group.size, size)[group.rank], "mine (a part of x, and zeros behind its end)")
+        equal(held.mine, padded.view(group.size, size)[group.rank], "mine (a part of x with zeros behind its end)")
         del expected, padded
         oracle = group.oracle()
         for time in ("first", "second"):

@@ -1,7 +1,7 @@
 """Parts are kept and sent in fp32.
 
 task: PartitionedInput
-says: mine, a part of x with zeros behind its end, has dtype
+says: mine (a part of x with zeros behind its end) has dtype
 """
 
 import torch
