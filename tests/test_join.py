@@ -161,15 +161,30 @@ def test_nccl_without_gpus_becomes_gloo_and_rank_0_says_so_once() -> None:
 
 @pytest.mark.parametrize(
     ("visible", "own"),
-    [(("A", "B"), True), (("A", "A"), False), (("A", "AB"), False), (("AB", "AB"), False), (("", ""), False)],
+    [
+        (("A", "B"), True),
+        (("A", "A"), False),
+        (("A", "a"), False),
+        (("A", "AB"), False),
+        (("AB", "AB"), False),
+        (("", ""), False),
+    ],
 )
 def test_ranks_that_see_one_gpu_each_have_it_for_themselves(
     visible: tuple[str, str], own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `srun --gpus-per-task=1` has it; else they would find one GPU for all of them, and train on the CPU."""
+    """As `srun --gpus-per-task=1` has it; else they would find one GPU for all of them, and train on the CPU.
+
+    "a" is another slice of the card that "A" is one of: NCCL has no use for two of them.
+    """
     store, mine = dist.HashStore(), threading.local()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(mine.gpus))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=mine.gpus[i]))
+
+    def properties(i: int) -> SimpleNamespace:
+        bus = ord(mine.gpus[i].upper())
+        return SimpleNamespace(uuid=mine.gpus[i], pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
     def ask(rank: int) -> bool:
         mine.gpus = visible[rank]

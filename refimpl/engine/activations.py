@@ -77,7 +77,7 @@ def without_effect(section: ActivationCheckpointing, neighbours: Group) -> Itera
 @contextmanager
 def boundary(run: Run, waits: bool, tells: bool) -> Iterator[None]:
     """Around one run of a checkpointed function. A time is the device's only if it is waited for."""
-    waits = waits and torch.cuda.is_available()
+    waits = waits and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # or there is nothing to wait for
     if waits:
         torch.cuda.synchronize()
     start = time.perf_counter()

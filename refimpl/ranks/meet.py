@@ -4,6 +4,7 @@ import datetime
 import os
 import socket
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.attempt import of_this_attempt
 from refimpl.ranks.environment import Place
+from refimpl.ranks.here import host
 
 BOTH = "cpu:gloo,cuda:nccl"  # one group, and for each device's tensors a library
 
@@ -66,11 +68,21 @@ def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:
 
 
 def has_own_gpu(place: Place, store: Store, local_size: int) -> bool:
-    """Whether each rank of a machine sees one GPU, another each, as `srun --gpus-per-task=1` has it: its "cuda:0"."""
+    """Whether each rank of a machine sees one GPU, another each, as `srun --gpus-per-task=1` has it: its "cuda:0".
+
+    Slices of one (MIG) are not: NCCL refuses two ranks on one card, whatever slices they have.
+    """
     sees_one = local_size > 1 and torch.cuda.device_count() == 1
-    store.set(f"refimpl/gpu/{place.rank}", str(torch.cuda.get_device_properties(0).uuid) if sees_one else "")
-    seen = [store.get(f"refimpl/gpu/{rank}") for rank in range(place.size)] if sees_one else [b""]
-    return all(seen) and len(set(seen)) == len(seen)
+    store.set(f"refimpl/gpu/{place.rank}", "\n".join(_first_gpu()) if sees_one else "")
+    seen = [store.get(f"refimpl/gpu/{rank}").decode() for rank in range(place.size)] if sees_one else [""]
+    names = zip(*(said.split("\n") for said in seen), strict=False)
+    return all(seen) and all(len(set(of_all)) == len(seen) for of_all in names)
+
+
+def _first_gpu() -> tuple[str, str]:
+    """The number of what this process sees, which a slice has too, and the place of the card that has it."""
+    gpu: Any = torch.cuda.get_device_properties(0)
+    return str(gpu.uuid), f"{host()} {gpu.pci_domain_id}:{gpu.pci_bus_id}:{gpu.pci_device_id}"
 
 
 def wished(device: str) -> str:

@@ -204,6 +204,7 @@ def test_the_library_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         backend_of(handle, torch.device("xpu"))
     monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
     assert device_of(handle) == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # also on a machine that has one
     assert device_of(None) == device_of(SimpleNamespace(bound_device_id=None)) == torch.device("cpu")  # type: ignore[arg-type]
     monkeypatch.setenv("REFIMPL_DEVICE", "cuda:0")
     assert device_of(handle) == torch.device("cuda:0")

@@ -15,6 +15,7 @@ from refimpl.activation.home import TAG, Host, Partitioned, gathered_bytes
 from refimpl.comm.group import Group
 from refimpl.deepspeed.runtime.activation_checkpointing import checkpointing
 from refimpl.deepspeed.runtime.activation_checkpointing.rng import CudaRNGStatesTracker
+from refimpl.engine.activations import boundary
 from refimpl.engine.configuration.keys import ConfigWarning
 from refimpl.model.gpt import GPT, GPTConfig
 
@@ -232,6 +233,18 @@ def test_profile_tells_both_runs(capsys: pytest.CaptureFixture[str]) -> None:
         "activation checkpoint | forward",
         "activation checkpoint | backward",
     ]
+
+
+def test_a_cpu_beside_a_gpu_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wait for it would give this process a context there, of half a gigabyte."""
+    waited: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))
+    for initialized, waits in ((False, 0), (True, 2)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda initialized=initialized: initialized)
+        with boundary("forward", waits=True, tells=False):
+            pass
+        assert len(waited) == waits
 
 
 def test_an_engine_has_its_own() -> None:
