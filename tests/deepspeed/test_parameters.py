@@ -178,6 +178,22 @@ def test_inits_arguments(tmp_path: Path) -> None:
     worlds.run(construction, str(tmp_path), ranks=2)
 
 
+def paused() -> None:
+    shards = []
+    with deepspeed.zero.Init(), deepspeed.zero.Init(dtype=torch.bfloat16):
+        for change in (None, partition_parameters.shutdown_init_context, partition_parameters.restore_init_context):
+            if change is not None:
+                change()
+            weight = nn.Linear(4, 4).weight
+            shards.append(hasattr(weight, "ds_id"))
+    partition_parameters.restore_init_context()  # of blocks that are over, nothing
+    assert [*shards, hasattr(nn.Linear(4, 4).weight, "ds_id")] == [True, False, True, False]
+
+
+def test_init_pauses_inside_its_block() -> None:
+    worlds.run(paused, ranks=2)
+
+
 def test_external_parameters_need_no_word() -> None:
     deepspeed.zero.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.ones(1)))
     with pytest.raises(RuntimeError, match="Parameter"):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ from refimpl.zero.zero3 import Zero3
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "ZeroParamStatus", "ZeroParamType", "get_accelerator",
-    "register_external_parameter", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor",
+    "register_external_parameter", "restore_init_context", "shutdown_init_context", "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
 ]  # fmt: skip
 
 
@@ -72,6 +73,8 @@ class Init(init.Init):
     whichever its device; "nvme" is that, too, beside an offload_param that says where on the disk they rest then.
     `mem_efficient_linear` and `pin_memory` change nothing here.
     """
+
+    open: ClassVar[list["Init"]] = []  # whose blocks are not over, the outermost first
 
     def __init__(
         self,
@@ -107,6 +110,27 @@ class Init(init.Init):
         super().__init__((group or connect()) if enabled else group, dtype, enabled, home)
         for each in module.modules() if module is not None and enabled else []:
             self._built(each)
+
+    def __enter__(self) -> "Init":
+        super().__enter__()
+        self.open.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.open.remove(self)
+        super().__exit__(*error)
+
+
+def shutdown_init_context() -> None:
+    """What is built from here on is whole, inside `with Init():` too, until `restore_init_context`."""
+    for each in reversed(Init.open):
+        init.Init.__exit__(each)
+
+
+def restore_init_context() -> None:
+    """The blocks that are not over shard again what is built."""
+    for each in Init.open:
+        init.Init.__enter__(each)
 
 
 class MiCS_Init(Init):
