@@ -5,8 +5,9 @@ Until `finish` renames it, the folder has a name that nobody takes for a checkpo
 
 import json
 import os
+import stat
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from refimpl.deepspeed.utils.zero_to_fp32 import main
 
 main()
 """
+
+
+def _write_script(part: Path) -> None:
+    part.write_text(LINES)
+    with suppress(PermissionError):  # a share without such a right, as in DeepSpeed: there `python` runs it
+        part.chmod(part.stat().st_mode | stat.S_IXUSR)
 
 
 def begin(folder: Path, new: Path, held: ExitStack) -> None:
@@ -88,7 +95,7 @@ def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) ->
     script = folder.parent / SCRIPT
     with naming(script):
         if not os.path.lexists(script):
-            atomic.write_file(script, lambda part: part.write_text(LINES))
+            atomic.write_file(script, _write_script)
     if save_latest:
         latest = folder.parent / "latest"
         with naming(latest):

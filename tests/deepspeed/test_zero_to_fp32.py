@@ -79,6 +79,7 @@ def test_every_weight_in_full_precision(
     assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
     monkeypatch.setattr("sys.argv", ["zero_to_fp32.py", str(tmp_path / "ck"), str(tmp_path / "by hand")])
     runpy.run_path(str(tmp_path / "ck" / "zero_to_fp32.py"), run_name="__main__")
+    assert os.access(tmp_path / "ck" / "zero_to_fp32.py", os.X_OK), "transformers' tests run it by its name"
     assert (tmp_path / "by hand" / "pytorch_model.bin").read_bytes() == (
         tmp_path / "out" / "pytorch_model.bin"
     ).read_bytes()
