@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from refimpl.grading.chapters import chapters, find_chapter
+from refimpl.grading.chapters import chapters
 from refimpl.grading.ladder import LADDER
 from refimpl.grading.progress import Progress, bar
 
@@ -17,9 +17,10 @@ def run() -> None:
     console, progress = Console(), Progress.load()
     table = Table("exercise", "last grading", box=box.SIMPLE_HEAD)
     table.add_column("hints", justify="right", no_wrap=True)
-    upcoming = ""
+    upcoming, stood = "", set[tuple[str, str]]()
     for chapter in chapters():
         entries = {task: progress.entry(chapter.name, task) for task in chapter.tasks}
+        stood.update((chapter.name, task) for task in chapter.tasks if progress.stands(chapter, task))
         passed = sum(entry.outcome == "pass" for entry in entries.values())
         done = f"{escape(bar(passed, len(entries)))} {passed} of {len(entries)}"
         table.add_row(f"[bold]{chapter.name}", f"[bold]{done}")
@@ -33,6 +34,6 @@ def run() -> None:
                 )
         table.add_section()
     console.print(table)
-    if all(progress.stands(find_chapter(chapter), task) for chapter, task in LADDER.values()):
+    if stood.issuperset(LADDER.values()):
         console.print("Your own ladder, DDP to ZeRO-3, can train a GPT: refimpl demo --yours", highlight=False)
     console.print(upcoming or "All exercises pass.", highlight=False, soft_wrap=True)
