@@ -96,6 +96,8 @@ def demo(
         with refusing("refimpl demo", ValueError):
             shape, task, mesh_out = meshes.asked(mesh, ranks, steps, text, layers, width, context, seed, out)
         raise typer.Exit(meshes.run(shape, task, mesh_out))
+    if yours and "out" not in given:
+        out = Path("out/yours")
     with refusing("refimpl demo", ValueError):
         plan = options.plan(ranks, strategy, steps, text, layers, width, context, seed, device, out)
         if yours:

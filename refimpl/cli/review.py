@@ -16,8 +16,8 @@ from refimpl.bank.progress import Progress as Remembered
 from refimpl.bank.progress import choose
 from refimpl.cli.quiz import Leave, count, highlighted, rated, read
 from refimpl.grading.chapters import chapters, find_chapter
-from refimpl.grading.grade import Exercise, Grader
-from refimpl.grading.live import exercises_of
+from refimpl.grading.grade import Grader
+from refimpl.grading.live import Live
 from refimpl.grading.mutant import Mutant, mutants_of
 from refimpl.grading.progress import Progress
 
@@ -65,11 +65,6 @@ def reveal(mutant: Mutant, grader: Grader, console: Console) -> None:
     with tempfile.TemporaryDirectory() as folder, console.status("The exercise's grader runs it on real ranks ..."):
         answer = Path(folder) / "answer.py"
         answer.write_text(mutant.answer)
-        verdict = grader.grade(exercise(mutant), answer, timeout=HANG)
+        exercise = Live(mutant.chapter, grader).exercises[mutant.task]
+        verdict = grader.grade(exercise, answer, timeout=HANG)  # not Live's: that would be the learner's progress
     console.print(Padding(escape(verdict.text), (0, 2, 1, 2)), highlight=False)
-
-
-def exercise(mutant: Mutant) -> Exercise:
-    """What its grader asks."""
-    (found,) = (e for e in exercises_of(mutant.chapter) if e.task == mutant.task)
-    return found

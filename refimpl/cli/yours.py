@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from refimpl import launch
-from refimpl.cli.options import Plan, check_writable
+from refimpl.cli.options import Plan
 from refimpl.cli.train import WARMUP, Compared, Task, Trained, repeatable
 from refimpl.comm.collectives import sent_in_all_reduce
 from refimpl.comm.group import Group
@@ -51,11 +51,7 @@ def asked(plan: Plan) -> Plan:
     if not files:
         raise ValueError(f"--yours: none of your classes can train yet. {missing[0]}")
     task = replace(plan.task, model=replace(plan.task.model, tied=False), fused=False)
-    out = Path("out/yours") if plan.out == Path("out/demo") else plan.out
-    check_writable("out", out)
-    return replace(
-        plan, task=task, strategies=files, device="cpu", out=out, train=train, dtypes=("fp32",), notes=missing
-    )
+    return replace(plan, task=task, strategies=files, device="cpu", train=train, dtypes=("fp32",), notes=missing)
 
 
 class Built:
@@ -108,8 +104,9 @@ class OfZero2(Built):
 
     def __init__(self, answers: Any, model: nn.Module, group: Group, make: Make) -> None:
         self.group = group
-        self.sizes = [numel(bucket) for bucket in buckets(model)]
-        self.flats = [flattened(bucket, group.size) for bucket in buckets(model)]  # [P] each
+        cut = buckets(model)
+        self.sizes = [numel(bucket) for bucket in cut]
+        self.flats = [flattened(bucket, group.size) for bucket in cut]  # [P] each
         self.mine = [nn.Parameter(flat.view(group.size, -1)[group.rank]) for flat in self.flats]  # [S] each
         self.gradients = answers.GradientShards(model, group, LIMIT)
         self.optimizer = make(self.mine)

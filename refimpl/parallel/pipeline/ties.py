@@ -29,9 +29,9 @@ Beside = dict[str, dict[str, torch.Size]]  # key -> names and shapes of what its
 
 def beside(layers: Sequence[Layer], modules: nn.ModuleDict) -> Beside:
     """What this rank has to tell the others. modules: the keys' that it holds."""
-    found: Beside = {}
+    found, places = Beside(), _places(layers)
     for key, module in modules.items():
-        names = [name for spec in _places(layers).get(key, {}).values() for name in spec.tied_weight_attr]
+        names = [name for spec in places.get(key, {}).values() for name in spec.tied_weight_attr]
         tied = {_attribute(module, name) for name in names}
         found[key] = {name: p.shape for name, p in module.named_parameters() if p not in tied}
     return found
