@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn, cast
 import typer
 
 from refimpl import __version__
-from refimpl.cli.refuse import finding_room, refuse, refusing
+from refimpl.cli.refuse import finding_room, keeping_progress, refuse, refusing
 
 app = typer.Typer(
     name="refimpl",
@@ -201,10 +201,8 @@ def quiz(
 
     with refusing("refimpl quiz", ValueError):
         cards = quiz.select(topic, level, form, n)
-    try:
+    with keeping_progress("refimpl quiz"):
         quiz.run(cards, n, seed)
-    except OSError as reason:
-        refuse("refimpl quiz", f"cannot keep your progress: {reason}; set REFIMPL_DATA to a folder that you can write")
 
 
 @app.command()
@@ -219,10 +217,8 @@ def review(
 
     with refusing("refimpl review", ValueError, FileNotFoundError):
         mutants = review.select(chapter, everything)
-    try:
+    with keeping_progress("refimpl review"):
         review.run(mutants, n, seed)
-    except OSError as reason:
-        refuse("refimpl review", f"cannot keep your progress: {reason}; set REFIMPL_DATA to a folder you can write")
 
 
 @app.command()

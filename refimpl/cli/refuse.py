@@ -28,6 +28,15 @@ def refusing(command: str, *errors: type[Exception], status: int = 2) -> Iterato
 
 
 @contextmanager
+def keeping_progress(command: str) -> Iterator[None]:
+    """`refuse` where what the learner has reached cannot be written."""
+    try:
+        yield
+    except OSError as reason:
+        refuse(command, f"cannot keep your progress: {reason}; set REFIMPL_DATA to a folder that you can write")
+
+
+@contextmanager
 def finding_room(command: str) -> Iterator[None]:
     """`refuse` where what the block prints or writes finds no room: `refimpl plan ... > FILE` on a full disk."""
     try:

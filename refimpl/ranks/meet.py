@@ -73,16 +73,15 @@ def has_own_gpu(place: Place, store: Store, local_size: int) -> bool:
     Slices of one (MIG) are not: NCCL refuses two ranks on one card, whatever slices they have.
     """
     sees_one = local_size > 1 and torch.cuda.device_count() == 1
-    store.set(f"refimpl/gpu/{place.rank}", "\n".join(_first_gpu()) if sees_one else "")
-    seen = [store.get(f"refimpl/gpu/{rank}").decode() for rank in range(place.size)] if sees_one else [""]
-    names = zip(*(said.split("\n") for said in seen), strict=False)
-    return all(seen) and all(len(set(of_all)) == len(seen) for of_all in names)
+    store.set(f"refimpl/gpu/{place.rank}", _card() if sees_one else "")
+    seen = [store.get(f"refimpl/gpu/{rank}") for rank in range(place.size)] if sees_one else [b""]
+    return all(seen) and len(set(seen)) == len(seen)
 
 
-def _first_gpu() -> tuple[str, str]:
-    """The number of what this process sees, which a slice has too, and the place of the card that has it."""
+def _card() -> str:
+    """Where the card is that this process sees, or sees a slice of. A slice has a uuid of its own, and this place."""
     gpu: Any = torch.cuda.get_device_properties(0)
-    return str(gpu.uuid), f"{host()} {gpu.pci_domain_id}:{gpu.pci_bus_id}:{gpu.pci_device_id}"
+    return f"{host()} {gpu.pci_domain_id}:{gpu.pci_bus_id}:{gpu.pci_device_id}"
 
 
 def wished(device: str) -> str:
