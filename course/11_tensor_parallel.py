@@ -274,7 +274,8 @@ pd.DataFrame.from_dict(frame, orient="index", columns=["cut as one", "each of q,
 # %%ranks 4
 from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
-from refimpl.parallel.swap import Tokens, gpt_plan, parallelize
+from refimpl.parallel.styles import Tokens, gpt_plan
+from refimpl.parallel.swap import parallelize
 
 config = GPTConfig(vocab=256, context=32, width=64, layers=2, heads=4)
 batches = Batches(corpus(), context=32, size=2)

@@ -601,7 +601,8 @@ from refimpl.model.data import Batches, corpus
 from refimpl.parallel.context.swap import context_parallel
 from refimpl.parallel.pipeline.gpt import gpt_layers
 from refimpl.parallel.pipeline.module import PipelineModule
-from refimpl.parallel.swap import gpt_plan, parallelize
+from refimpl.parallel.styles import gpt_plan
+from refimpl.parallel.swap import parallelize
 from refimpl.parallel.tensor import Parted
 from refimpl.zero.config import ZeroConfig
 from refimpl.zero.zero1 import Zero1

@@ -27,7 +27,8 @@ from refimpl.parallel.context.layout import Layout
 from refimpl.parallel.context.swap import Attend, ContextAttention, context_parallel
 from refimpl.parallel.pipeline.runner import Loss, Pipeline
 from refimpl.parallel.pipeline.schedules.table import Table
-from refimpl.parallel.swap import gpt_plan, parallelize
+from refimpl.parallel.styles import gpt_plan
+from refimpl.parallel.swap import parallelize
 from refimpl.zero.ddp import DDP
 
 Step = Callable[[], Tensor | None]  # -> this step's loss, on ranks that know it; the weights are updated

@@ -33,7 +33,8 @@ from refimpl.parallel.context.swap import context_parallel
 from refimpl.parallel.pipeline.gpt import gpt_layers, gpt_names
 from refimpl.parallel.pipeline.module import PipelineModule
 from refimpl.parallel.split import Split
-from refimpl.parallel.swap import Plan, called, gpt_plan, parallelize
+from refimpl.parallel.styles import Plan, gpt_plan
+from refimpl.parallel.swap import called, parallelize
 from refimpl.parallel.tensor import cuts
 from refimpl.zero.agreement.beyond import Spans
 from refimpl.zero.gather.unit import unit_of

@@ -91,7 +91,7 @@ class Linear(nn.Linear):
     @staticmethod
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., inputs], weight [outputs, inputs], bias [outputs] -> [..., outputs]."""
-        if weight.dtype == torch.float32 or native_low_precision(x.device, weight.dtype):
+        if weight.dtype.itemsize >= 4 or native_low_precision(x.device, weight.dtype):
             return F.linear(x, weight, bias)
         # The weights are stored and sent in 16 bits; only the product is made in fp32, as native kernels accumulate.
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)

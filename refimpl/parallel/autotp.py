@@ -50,8 +50,9 @@ from refimpl.parallel.auto.stage import Stage, alike_regions
 from refimpl.parallel.auto.trace import Call, plain_layers, tensors, trace
 from refimpl.parallel.conjugates import TAG
 from refimpl.parallel.draws import Draws
+from refimpl.parallel.styles import Columns, Plan, Rows, Style, Vocabulary
 from refimpl.parallel.summed import sum_gradients
-from refimpl.parallel.swap import Columns, Plan, Rows, Style, Vocabulary, match, sum_copies
+from refimpl.parallel.swap import match, sum_copies
 
 
 def autotp(model: nn.Module, group: Group, example: Any = None, *, plan: Plan | None = None) -> Report:

@@ -19,7 +19,8 @@ from refimpl.model.data import Batches, corpus
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.parallel.conjugates import copy
 from refimpl.parallel.split import Split
-from refimpl.parallel.swap import Tokens, gpt_plan, parallelize
+from refimpl.parallel.styles import Tokens, gpt_plan
+from refimpl.parallel.swap import parallelize
 from refimpl.parallel.tensor import ColumnParallelLinear, RowParallelLinear, local
 from refimpl.plan.formulas import Layout, traffic
 from refimpl.plan.transformer import flops_per_token, tensor_parallel_sent

@@ -137,6 +137,13 @@ def test_the_emulated_product_rounds_once(monkeypatch: pytest.MonkeyPatch, dtype
     assert torch.equal(layer(x), (x.float() @ layer.weight.float().T).to(dtype))
 
 
+def test_float64_keeps_its_digits_where_nothing_narrow_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt, "native_low_precision", lambda device, dtype: False)
+    layer = Linear(64, 64).double()
+    x = torch.randn(8, 64, dtype=torch.float64)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
 def test_native_low_precision_answers_for_the_cpu() -> None:
     cpu = torch.device("cpu")
     assert native_low_precision(cpu) == torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -9,7 +9,8 @@ from refimpl.comm.group import Group
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.notebook.widgets import png
 from refimpl.notebook.widgets_tensor import WAYS, Way, bars, kept_bytes, layer_knobs, layer_parameters, sent_bytes
-from refimpl.parallel.swap import gpt_plan, parallelize
+from refimpl.parallel.styles import gpt_plan
+from refimpl.parallel.swap import parallelize
 
 CONFIG = GPTConfig(vocab=64, context=16, width=64, layers=1, heads=4)
 BATCH = 3

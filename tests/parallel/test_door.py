@@ -14,7 +14,8 @@ from refimpl.comm.group import Group
 from refimpl.parallel.door import Door
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.overlap import MARK
-from refimpl.parallel.swap import Columns, Rows, parallelize
+from refimpl.parallel.styles import Columns, Rows
+from refimpl.parallel.swap import parallelize
 
 B, T, HEADS, D = 2, 12, 12, 4  # 12 tokens and 12 heads go into 2, 3 and 4 ranks
 C, HIDDEN = HEADS * D, 96

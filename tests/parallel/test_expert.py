@@ -14,7 +14,8 @@ from refimpl.model.gates import Gate, Routing
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.model.moe import MoE, mixtures
 from refimpl.parallel.expert.swap import expert_parallel, load_whole_state_dict, rebalance, whole_state_dict
-from refimpl.parallel.swap import Columns, Rows, match, swap
+from refimpl.parallel.styles import Columns, Rows
+from refimpl.parallel.swap import match, swap
 from refimpl.plan.expert import even_sent, hierarchical_sent, padded_sent, sent
 
 WIDTH, EXPERTS = 16, 12

@@ -12,19 +12,8 @@ from refimpl.comm.group import Group
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.parallel.auto import rehearsal
 from refimpl.parallel.autotp import autotp
-from refimpl.parallel.swap import (
-    AllTokens,
-    Columns,
-    Loss,
-    Rows,
-    Style,
-    Tokens,
-    Vocabulary,
-    gpt_plan,
-    load_whole_state_dict,
-    parallelize,
-    whole_state_dict,
-)
+from refimpl.parallel.styles import AllTokens, Columns, Loss, Rows, Style, Tokens, Vocabulary, gpt_plan
+from refimpl.parallel.swap import load_whole_state_dict, parallelize, whole_state_dict
 from refimpl.plan.transformer import tensor_parallel_sent
 
 B = 2

@@ -21,7 +21,8 @@ from refimpl.model.gates import Routing
 from refimpl.model.gpt import GPT, GPTConfig
 from refimpl.model.moe import mixtures
 from refimpl.parallel.expert.marks import is_expert
-from refimpl.parallel.swap import gpt_plan, parallelize
+from refimpl.parallel.styles import gpt_plan
+from refimpl.parallel.swap import parallelize
 from refimpl.plan import formulas
 from refimpl.plan.kept import activations
 from refimpl.plan.mesh import Mesh

@@ -11,7 +11,8 @@ from refimpl.comm.group import Group
 from refimpl.parallel.auto.sizes import divided, get, part_of_argument, put
 from refimpl.parallel.draws import Draws
 from refimpl.parallel.split import Split
-from refimpl.parallel.swap import Style, swap
+from refimpl.parallel.styles import Style
+from refimpl.parallel.swap import swap
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from refimpl.parallel.auto.trace import plain_layers, unlike
-from refimpl.parallel.swap import Columns, Rows, Style, Vocabulary
+from refimpl.parallel.styles import Columns, Rows, Style, Vocabulary
 
 SPEC = {"patterns": list, "partition_type": str, "shape": list, "partition_dim": int, "model_types": list,
         "gather_output": bool, "grad_allreduce": bool}  # fmt: skip

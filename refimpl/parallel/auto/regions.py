@@ -17,7 +17,7 @@ from torch import nn
 from refimpl.parallel.auto.trace import Trace, plain_layers
 from refimpl.parallel.auto.units import Dealt, Units, find_units
 from refimpl.parallel.split import Split
-from refimpl.parallel.swap import Columns, EmbeddingColumns, Rows, Style, Vocabulary
+from refimpl.parallel.styles import Columns, EmbeddingColumns, Rows, Style, Vocabulary
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import nn
 from refimpl.parallel.auto.cut import Cut
 from refimpl.parallel.auto.regions import pattern
 from refimpl.parallel.auto.trace import Trace, plain_layers, unlike
-from refimpl.parallel.swap import Columns, EmbeddingColumns, Rows, Style, Vocabulary
+from refimpl.parallel.styles import Columns, EmbeddingColumns, Rows, Style, Vocabulary
 
 KINDS = {Columns: "columns", EmbeddingColumns: "columns", Rows: "rows", Vocabulary: "vocabulary"}
 
