@@ -278,7 +278,7 @@ def test_objects_and_barriers_of_nccl_go_over_a_gloo_group_of_the_same_ranks(ran
 def test_a_group_that_is_made_later_waits_as_long_as_the_job_says() -> None:
     """`join(timeout=...)`; barriers and objects beside NCCL, whose limit is 10 minutes, half an hour at least."""
 
-    def check() -> list[timedelta]:
+    def check() -> list[int]:
         world = dist.group.WORLD
         assert world is not None
         found = []
@@ -287,9 +287,9 @@ def test_a_group_that_is_made_later_waits_as_long_as_the_job_says() -> None:
             job = anew([[0, 1]])
             made = job, anew([[dist.get_rank()]]), ControlLine(job, "nccl").handle
             found += [group._get_backend(torch.device("cpu")).options._timeout for group in made]
-        return found
+        return [round(limit.total_seconds()) for limit in found]  # torch 2.14 loses 2 ms of five hours on the way
 
-    short, long, line = timedelta(minutes=10), timedelta(hours=5), timedelta(minutes=30)
+    short, long, line = 10 * 60, 5 * 3600, 30 * 60
     assert run(check, ranks=2) == [[short, short, line, long, long, long]] * 2
 
 
