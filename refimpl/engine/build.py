@@ -21,6 +21,7 @@ from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.configuration.sections import ZeroOptimization
+from refimpl.engine.copies import check_copies, check_trained_alike
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_stacks, refuse_unlike, same_experts
@@ -165,6 +166,8 @@ def make_stage(
     axes = ranks.widest
     if number == 3:
         refuse_unlike(model, experts, axes.expert)
+    if axes.model.size > 1:
+        check_trained_alike(model, optimizer, axes)
     build = partial(STAGES[number], model, optimizer, axes.shards, zero, settings.loss_scaler(), experts)
     stage = heard_by_all(axes.world, build) if axes.world.size > axes.shards.size else build()
     if axes.across.size > 1:
@@ -172,6 +175,8 @@ def make_stage(
     if axes.model.size > 1:
         copies = counted_elsewhere(model, axes)
         check_whole(optimizer, axes, copies)
+        if optimizer is not None:
+            check_copies(stage, axes, copies)
         stage.spans(axes.model, copies)
     return stage, axes
 
