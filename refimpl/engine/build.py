@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from refimpl.checkpoint.errors import together
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.config import load_config
@@ -123,7 +124,8 @@ def build(
             "lr_scheduler: there is no optimizer whose rates it would move: give one, or name one in config"
         )
     schedule = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
-    return Parts(settings, axes, model, stage, schedule, loader, collate_fn, Monitor(settings, axes.world.rank))
+    monitor = together(axes.world, partial(Monitor, settings, axes.world.rank), ConfigError)
+    return Parts(settings, axes, model, stage, schedule, loader, collate_fn, monitor)
 
 
 def read(
@@ -144,7 +146,7 @@ def read(
         for name in ("refimpl", "DeepSpeed"):  # the second is deepspeed.utils.logger, which log_dist writes to
             logging.getLogger(name).setLevel(settings.log_level)
     if settings.dump_state and axes.world.rank == 0:
-        print(settings.model_dump_json(indent=2))
+        print(settings.model_dump_json(indent=2, exclude={"comet": {"api_key"}}))
     return settings
 
 
