@@ -15,12 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from refimpl.checkpoint.errors import together
 from refimpl.comm.axes import Axes
 from refimpl.comm.group import Group
 from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.schema import DeepSpeedConfig
 from refimpl.engine.configuration.sections import ZeroOptimization
+from refimpl.engine.copies import check_copies, check_trained_alike
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader
 from refimpl.engine.experts import ExpertRanks, deal_out, refuse_stacks, refuse_unlike, same_experts
@@ -122,7 +124,8 @@ def build(
             "lr_scheduler: there is no optimizer whose rates it would move: give one, or name one in config"
         )
     schedule = None if opt is None else make_scheduler(scheduler, settings.scheduler, opt)
-    return Parts(settings, axes, model, stage, schedule, loader, collate_fn, Monitor(settings, axes.world.rank))
+    monitor = together(axes.world, partial(Monitor, settings, axes.world.rank), ConfigError)
+    return Parts(settings, axes, model, stage, schedule, loader, collate_fn, monitor)
 
 
 def read(
@@ -143,7 +146,7 @@ def read(
         for name in ("refimpl", "DeepSpeed"):  # the second is deepspeed.utils.logger, which log_dist writes to
             logging.getLogger(name).setLevel(settings.log_level)
     if settings.dump_state and axes.world.rank == 0:
-        print(settings.model_dump_json(indent=2))
+        print(settings.model_dump_json(indent=2, exclude={"comet": {"api_key"}}))
     return settings
 
 
@@ -165,6 +168,8 @@ def make_stage(
     axes = ranks.widest
     if number == 3:
         refuse_unlike(model, experts, axes.expert)
+    if axes.model.size > 1:
+        check_trained_alike(model, optimizer, axes)
     build = partial(STAGES[number], model, optimizer, axes.shards, zero, settings.loss_scaler(), experts)
     stage = heard_by_all(axes.world, build) if axes.world.size > axes.shards.size else build()
     if axes.across.size > 1:
@@ -172,6 +177,8 @@ def make_stage(
     if axes.model.size > 1:
         copies = counted_elsewhere(model, axes)
         check_whole(optimizer, axes, copies)
+        if optimizer is not None:
+            check_copies(stage, axes, copies)
         stage.spans(axes.model, copies)
     return stage, axes
 

@@ -22,7 +22,7 @@ ALIKE = (
     "managed_gradient_accumulation", "gradient_clipping", "gradient_allreduce_op", "gradient_compression",
     "prescale_gradients", "gradient_predivide_factor", "communication_data_type",
     "seq_parallel_communication_data_type", "data_types", "fp16", "bf16", "torch_autocast", "optimizer", "scheduler",
-    "tensor_parallel", "expert_parallel", "sparse_attention", "checkpoint",
+    "tensor_parallel", "expert_parallel", "sparse_attention", "compression_training", "checkpoint",
 )  # fmt: skip
 
 

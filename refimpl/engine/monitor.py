@@ -1,4 +1,4 @@
-"""Metrics as they happen, written by rank 0: CSV files, TensorBoard event files, Weights & Biases.
+"""Metrics as they happen, written by rank 0: CSV files, TensorBoard event files, Weights & Biases, Comet.
 
 An event is (name, value, step): ("Train/Samples/train_loss", 2.31, 4096). DeepSpeed's files: deepspeed/monitor/.
 """
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
+from refimpl.engine.configuration.keys import ConfigWarning
 from refimpl.engine.configuration.schema import DeepSpeedConfig
-from refimpl.engine.configuration.sections import Monitors
+from refimpl.engine.configuration.sections import Comet, Monitors
 
 Event = tuple[str, float, int]  # name, value, step
 
@@ -34,7 +34,7 @@ def telling(section: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = f"set {section}.output_path to a folder with room, or take {section} out"
+        remedy = f"set {section}.output_path to a folder with room that can be written, or take {section} out"
         raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
 
 
@@ -45,8 +45,10 @@ class CSVWriter:
     """
 
     def __init__(self, folder: Path) -> None:
+        """OSError names the key if the folder cannot be made."""
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        with telling("csv_monitor", folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, events: list[Event]) -> None:
         """Append one row an event. OSError names the file."""
@@ -66,10 +68,12 @@ class TensorBoardWriter:
     """Event files in <output_path>/<job_name>, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
+        """OSError names the key if the folder cannot be made, or written."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
-        self.writer: Any = SummaryWriter(log_dir=str(folder))
+        with telling("tensorboard", folder):
+            self.writer: Any = SummaryWriter(log_dir=str(folder))
 
     def write(self, events: list[Event]) -> None:
         """Add one scalar an event. OSError names the folder."""
@@ -100,30 +104,63 @@ class WandBWriter:
         self.run.finish()
 
 
+class CometWriter:
+    """A Comet experiment: of each metric the first value, then one every `samples_log_interval` samples."""
+
+    def __init__(self, asked: Comet) -> None:
+        self.interval = asked.samples_log_interval
+        self.logged: dict[str, int] = {}  # the step of each name's last value
+        self.experiment: Any = importlib.import_module("comet_ml").start(
+            api_key=asked.api_key,
+            project=asked.project,
+            workspace=asked.workspace,
+            experiment_key=asked.experiment_key,
+            mode=asked.mode,
+            online=asked.online,
+        )
+        if asked.experiment_name is not None:
+            self.experiment.set_name(asked.experiment_name)
+
+    def write(self, events: list[Event]) -> None:
+        """Log what is due, at its step."""
+        for name, value, step in events:
+            if name not in self.logged or step - self.logged[name] >= self.interval:
+                self.logged[name] = step
+                self.experiment.log_metric(name, value, step=step)
+
+    def close(self) -> None:
+        """End the experiment, when all has been sent."""
+        self.experiment.end()
+
+
+def installed(section: str, package: str) -> bool:
+    """Whether it is; a `ConfigWarning` if not: a run can do without."""
+    if importlib.util.find_spec(package) is not None:
+        return True
+    said = f"{section}.enabled = True: {package} is not installed, nothing is logged there; pip install {package}"
+    warnings.warn(said, ConfigWarning, stacklevel=3)
+    return False
+
+
 class Monitor:
     """All monitors that the configuration enables; on other ranks than 0 there are none and `write` does nothing.
 
-    Raises `ConfigError` when TensorBoard is asked for and not installed; warns (`ConfigWarning`) for Weights & Biases,
-    which a run can do without.
+    Warns (`ConfigWarning`) for one whose package is not installed. OSError names the key of a folder that cannot be
+    written.
     """
 
     def __init__(self, config: DeepSpeedConfig | Monitors, rank: int) -> None:
         self.writers: list[Writer] = []
-        if config.tensorboard.enabled and importlib.util.find_spec("tensorboard") is None:  # before ranks part
-            raise ConfigError("tensorboard.enabled = True: tensorboard is not installed; pip install tensorboard")
         if rank != 0:
             return
-        if config.csv_monitor.enabled:
-            self.writers.append(CSVWriter(Path(config.csv_monitor.output_path, config.csv_monitor.job_name)))
-        if config.tensorboard.enabled:
-            self.writers.append(TensorBoardWriter(Path(config.tensorboard.output_path, config.tensorboard.job_name)))
-        if config.wandb.enabled:
-            if importlib.util.find_spec("wandb") is None:
-                warnings.warn(
-                    "wandb.enabled = True: wandb is not installed, nothing is logged", ConfigWarning, stacklevel=2
-                )
-            else:
-                self.writers.append(WandBWriter(config.wandb.project, config.wandb.group, config.wandb.team))
+        if (files := config.csv_monitor).enabled:
+            self.writers.append(CSVWriter(Path(files.output_path, files.job_name)))
+        if (board := config.tensorboard).enabled and installed("tensorboard", "tensorboard"):
+            self.writers.append(TensorBoardWriter(Path(board.output_path, board.job_name)))
+        if (wandb := config.wandb).enabled and installed("wandb", "wandb"):
+            self.writers.append(WandBWriter(wandb.project, wandb.group, wandb.team))
+        if config.comet.enabled and installed("comet", "comet_ml"):
+            self.writers.append(CometWriter(config.comet))
 
     @property
     def enabled(self) -> bool:

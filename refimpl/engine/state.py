@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from refimpl.checkpoint.background import Background
 from refimpl.engine.build import Parts
+from refimpl.engine.copies import check_copies, check_trained_alike
+from refimpl.engine.cut import counted_elsewhere
 from refimpl.engine.layout import check_whole
 from refimpl.engine.trained import make_optimizer
 
@@ -79,7 +81,9 @@ class TrainingState(nn.Module):
         """
         optimizer = make_optimizer(client_optimizer, self._config.optimizer, list(model_parameters))
         check_whole(optimizer, self.axes, self.copies())
+        check_trained_alike(self.module, optimizer, self.axes)
         self.stage.attach(optimizer)
+        check_copies(self.stage, self.axes, counted_elsewhere(self.module, self.axes))
 
     def data_state(self) -> Any | None:
         """The position in the training data that `initialize` was given; None if there is none that could say it."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import refimpl.deepspeed as deepspeed
 from refimpl.deepspeed.accelerator.real_accelerator import get_accelerator
 from refimpl.deepspeed.monitor import monitor
+from refimpl.deepspeed.monitor.comet import CometMonitor
 from refimpl.deepspeed.monitor.config import DeepSpeedMonitorConfig, get_monitor_config
 from refimpl.deepspeed.monitor.csv_monitor import csvMonitor
 from refimpl.deepspeed.monitor.tensorboard import TensorBoardMonitor
@@ -186,8 +187,10 @@ def test_metrics_without_an_engine_as_deepspeeds_tutorial_writes_them(tmp_path: 
     one = WandbMonitor(asked.wandb)
     assert (one.enabled, one.team, one.project) == (False, "my_team", DeepSpeedMonitorConfig().wandb.project)
     assert not monitor.MonitorMaster(asked).enabled
-    with pytest.raises(ConfigError, match="comet"):
-        get_monitor_config({"comet": {"enabled": True}})
+    comet = CometMonitor(get_monitor_config({"comet": {"samples_log_interval": 5}}).comet)
+    assert (comet.enabled, comet.samples_log_interval) == (False, 5)
+    with pytest.raises(ConfigError, match="trackio"):
+        get_monitor_config({"trackio": {"enabled": True}})
     assert (csvMonitor(asked.csv_monitor).enabled, TensorBoardMonitor(asked.tensorboard).job_name) == (
         False,
         "DeepSpeedJobName",

@@ -96,6 +96,12 @@ def refused(what: str) -> None:
         config |= {"gradient_accumulation_steps": 2, "seq_parallel_communication_data_type": "bf16"}
     if what == "rate" and Group.world().rank == 1:
         config["optimizer"] = {"type": "SGD", "params": {"lr": 0.25}}
+    if what == "compression" and Group.world().rank == 1:
+        asked = {
+            "shared_parameters": {"enabled": True, "schedule_offset": 4},
+            "different_groups": {"all": {"params": {"start_bits": 8, "target_bits": 8}}},
+        }
+        config["compression_training"] = {"weight_quantization": asked}
     if what.startswith("clip"):
         config |= {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": int(what[-1])}}
     if what == "axes" and Group.world().rank == 1:
@@ -128,6 +134,7 @@ def refused(what: str) -> None:
             r"zero_optimization\.reduce_bucket_size differs between ranks: rank 0: 500000000, rank 1: 7",
         ),
         ("rate", r"ConfigError: optimizer\.params\.lr differs between ranks: rank 0: 0\.5, rank 1: 0\.25; give all"),
+        ("compression", r"compression_training\.weight_quantization\.\S+ differs between ranks: rank 0: "),
         ("axes", "the ranks ask for different axes"),
     ],
 )

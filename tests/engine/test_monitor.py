@@ -5,15 +5,22 @@ import importlib.util
 import resource
 import sys
 import types
+import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import worlds
+from torch import nn
+from torch.optim import SGD
 
 from refimpl import launch
 from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.engine.configuration.schema import DeepSpeedConfig
+from refimpl.engine.initialize import initialize
 from refimpl.engine.monitor import Monitor
 
 EVENTS = [("Train/Samples/train_loss", 2.5, 8), ("Train/Samples/lr", 1e-3, 8)]
@@ -87,18 +94,44 @@ def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
     monitor.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1])  # all of them, or the others would wait for rank 0
-def test_tensorboard_not_installed(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "tensorboard", installed=False)
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
-        Monitor(config("tensorboard", output_path=str(tmp_path)), rank)
+MISSING = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
-def test_wandb_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "wandb", installed=False)
-    with pytest.warns(ConfigWarning, match="wandb is not installed"):
-        monitor = Monitor(config("wandb"), rank=0)
+@pytest.mark.parametrize("section", MISSING)
+def test_not_installed(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning where it would have been written; the other ranks need no such package."""
+    pretend(monkeypatch, MISSING[section], installed=False)
+    with pytest.warns(ConfigWarning, match=f"{section}.enabled = True: {MISSING[section]} is not installed, nothing"):
+        monitor = Monitor(config(section), rank=0)
     assert not monitor.enabled
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not Monitor(config(section), rank=1).enabled
+
+
+@pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
+def test_a_folder_that_cannot_be_made_is_told_by_its_key(section: str, tmp_path: Path) -> None:
+    if section == "tensorboard":
+        pytest.importorskip("tensorboard")
+    (tmp_path / "taken").touch()
+    said = rf"set {section}\.output_path to a folder .* or take {section} out: .*taken/job'"
+    with pytest.raises(OSError, match=said):
+        Monitor(config(section, output_path=str(tmp_path / "taken"), job_name="job"), rank=0)
+
+
+def start_in(folder: Path) -> str:
+    asked = {"train_batch_size": 2, "csv_monitor": {"enabled": True, "output_path": str(folder)}}
+    with pytest.raises(ConfigError) as error:
+        initialize(model=nn.Linear(2, 2), optimizer=partial(SGD, lr=0.1), config=asked)
+    return str(error.value)
+
+
+def test_all_ranks_hear_of_such_a_folder(tmp_path: Path) -> None:
+    """Only rank 0 writes; the others would wait for it."""
+    (tmp_path / "taken").touch()
+    first, second = worlds.run(start_in, tmp_path / "taken", ranks=2)
+    assert "rank 0: NotADirectoryError" in first
+    assert "set csv_monitor.output_path to a folder" in second
 
 
 def test_wandb_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +147,61 @@ def test_wandb_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor.write(EVENTS[:1])
     monitor.close()
     assert calls == [{"project": "p", "group": "g", "entity": "t"}, ({"Train/Samples/train_loss": 2.5}, 8), "end"]
+
+
+COMET = """
+calls = []
+
+class Experiment:
+    def set_name(self, name):
+        calls.append(("name", name))
+
+    def log_metric(self, name, value, step):
+        calls.append((name, value, step))
+
+    def end(self):
+        calls.append("end")
+
+def start(**options):
+    calls.append(options)
+    return Experiment()
+"""
+
+
+@pytest.fixture
+def comet_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is called of a comet_ml that only writes down."""
+    (tmp_path / "comet_ml.py").write_text(COMET)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("comet_ml").calls
+    del sys.modules["comet_ml"]
+
+
+def test_comet(comet_calls: list[Any]) -> None:
+    """The first value of each name, then one whenever so many samples have passed since its last."""
+    of_start = {"project": "p", "workspace": "w", "api_key": "k", "experiment_key": "x", "online": False, "mode": "get"}
+    monitor = Monitor(config("comet", samples_log_interval=10, experiment_name="mine", **of_start), rank=0)
+    for step in (4, 8, 14, 23, 24):
+        monitor.write([("Train/Samples/lr", 0.5, step)])
+    monitor.write([("late", 1.0, 25)])
+    monitor.close()
+    logged = [("Train/Samples/lr", 0.5, step) for step in (4, 14, 24)]
+    assert comet_calls == [of_start, ("name", "mine"), *logged, ("late", 1.0, 25), "end"]
+
+
+def test_comet_by_its_own_settings(comet_calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left out is Comet's to find; a key to the account is not printed."""
+    Monitor(config("comet"), rank=0)
+    nothing = dict.fromkeys(("project", "workspace", "api_key", "experiment_key", "online", "mode"))
+    assert comet_calls == [nothing]
+    asked = {"train_batch_size": 1, "dump_state": True, "comet": {"api_key": "secret", "project": "mine"}}
+    initialize(model=nn.Linear(2, 2), optimizer=partial(SGD, lr=0.1), config=asked)
+    printed = capsys.readouterr().out
+    assert "mine" in printed
+    assert "secret" not in printed
+
+
+def test_wrong_values_for_comet_are_named() -> None:
+    for key, value in {"mode": "got", "samples_log_interval": -1, "projekt": "p"}.items():
+        with pytest.raises(ConfigError, match=rf"comet\.{key}"):
+            config("comet", **{key: value})

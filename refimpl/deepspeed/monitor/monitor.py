@@ -43,6 +43,10 @@ class WandbMonitor(One):
     section = "wandb"
 
 
+class CometMonitor(One):
+    section = "comet"
+
+
 class csvMonitor(One):
     section = "csv_monitor"
 
@@ -56,9 +60,10 @@ class MonitorMaster(Monitor):
         first, asked = Group.world().rank == 0, monitor_config
         self.tb_monitor = TensorBoardMonitor(asked.tensorboard) if first and asked.tensorboard.enabled else None
         self.wandb_monitor = WandbMonitor(asked.wandb) if first and asked.wandb.enabled else None
+        self.comet_monitor = CometMonitor(asked.comet) if first and asked.comet.enabled else None
         self.csv_monitor = csvMonitor(asked.csv_monitor) if first and asked.csv_monitor.enabled else None
 
     def write_events(self, event_list: list[Event]) -> None:
-        for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
+        for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor):
             if monitor is not None:
                 monitor.write_events(event_list)

@@ -64,8 +64,8 @@ RULES: Mapping[str, Rule] = {
     "zero_optimization.stage3_param_persistence_threshold": lambda values, model: 10 * hidden_size(model),
 }
 DEFAULTED = (
-    "fp16", "bf16", "zero_optimization", "csv_monitor", "tensorboard", "wandb", "comms_logger", "pipeline",
-    "tensor_parallel", "sequence_parallel_size",
+    "fp16", "bf16", "zero_optimization", "csv_monitor", "tensorboard", "wandb", "comet", "comms_logger",
+    "pipeline", "tensor_parallel", "sequence_parallel_size",
 )  # fmt: skip
 
 

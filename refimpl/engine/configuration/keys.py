@@ -42,7 +42,7 @@ WARNED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "cuda_visible_devices": ("the launcher decides which devices a rank sees; DeepSpeed does not read it either", []),
     "local_rank": ("the launcher says it, by LOCAL_RANK or an argument; DeepSpeed does not read it either", []),
     "comms_config": ("write comms_logger; DeepSpeed does not read this name either", []),
-    "monitor_config": ("write csv_monitor, tensorboard or wandb; DeepSpeed does not read this name either", []),
+    "monitor_config": ("write csv_monitor, tensorboard, wandb or comet; DeepSpeed does not read this name either", []),
     "gradient_accumulation_dtype": ("write data_types.grad_accum_dtype; DeepSpeed does not read this name either", []),
     "zero_force_ds_cpu_optimizer": ("any element-wise optimizer runs on the host", [True]),
     "fp16.fused_mode": ("the optimizer is always fused where torch can", [True]),
@@ -197,13 +197,7 @@ TUNED: Mapping[str, tuple[Verdict, str, Sequence[Any]]] = {
 # A section with a switch: the switch decides, its other keys are read only when it is on.
 SWITCHED: Mapping[str, tuple[str, str, Sequence[Any], str]] = {
     # section: (what it would take, switch, values of the switch that mean off, other keys)
-    "comet": (
-        f"{NOT_HERE}: use csv_monitor, tensorboard or wandb",
-        "enabled",
-        [False],
-        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
-    ),
-    "trackio": (f"{NOT_HERE}: use csv_monitor, tensorboard or wandb", "enabled", [False], "project"),
+    "trackio": (f"{NOT_HERE}: use csv_monitor, tensorboard, wandb or comet", "enabled", [False], "project"),
     "eigenvalue": (
         "not part of this project",
         "enabled",

@@ -125,6 +125,7 @@ class DeepSpeedConfig(value.Section):
     csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
     tensorboard: section.TensorBoard = Field(default_factory=section.TensorBoard, description="metrics for TensorBoard")
     wandb: section.WandB = Field(default_factory=section.WandB, description="metrics for Weights & Biases")
+    comet: section.Comet = Field(default_factory=section.Comet, description="metrics for Comet")
 
     @model_validator(mode="after")
     def check_precision(self) -> Self:
@@ -166,8 +167,10 @@ class DeepSpeedConfig(value.Section):
 
     @property
     def monitor_config(self) -> section.Monitors:
-        """The three sections of metrics, under the name by which DeepSpeed's scripts ask for them."""
-        return section.Monitors(tensorboard=self.tensorboard, wandb=self.wandb, csv_monitor=self.csv_monitor)
+        """The four sections of metrics, under the name by which DeepSpeed's scripts ask for them."""
+        return section.Monitors(
+            tensorboard=self.tensorboard, wandb=self.wandb, csv_monitor=self.csv_monitor, comet=self.comet
+        )
 
     @property
     def dtype(self) -> torch.dtype:
