@@ -344,7 +344,7 @@ def matmul_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """c = a b: a [M, K], b [K, N], fp32 or fp16, any strides (a_row is from one row to the
-    next); c [M, N].
+    next); c [M, N], fp32 or fp16.
 
     Grid (cdiv(M, BM), cdiv(N, BN)): program (m, n) makes one tile of c, BK of K at a time, by
     tl.dot, and sums in fp32 also where a and b are fp16. All of a is loaded cdiv(N, BN) times,

@@ -39,35 +39,40 @@ def test_grouped_tile(answer: Answer, group: WatchedGroup) -> None:
 
 @on_ranks(1)
 def test_matmul_kernel(answer: Answer, group: WatchedGroup) -> None:
-    # M, N, K, dtype, which of a and b lies transposed
-    for M, N, K, dtype, turned in (
-        (17, 5, 9, torch.float32, "a"),
-        (20, 33, 40, torch.float16, "b"),
-        (32, 32, 32, torch.float32, ""),
-        (16, 16, 80, torch.float16, ""),
-        (3, 4, 0, torch.float32, ""),
+    single, half = torch.float32, torch.float16
+    # M, N, K, dtype of a and b, of c, which of a and b lies transposed
+    for M, N, K, dtype, stored, turned in (
+        (17, 5, 9, single, single, "a"),
+        (20, 33, 40, half, single, "b"),
+        (32, 32, 32, single, single, ""),
+        (16, 16, 80, half, single, ""),
+        (16, 16, 96, half, half, ""),
+        (3, 4, 0, single, single, ""),
     ):
         tiles = {"BM": 16, "BN": 32, "BK": 16}
-        case(f"[{M}, {K}] x [{K}, {N}] {str(dtype)[6:]}, {turned or 'nothing'} transposed, {tiles}")
+        types = f"{str(dtype)[6:]}, c {str(stored)[6:]}"
+        case(f"[{M}, {K}] x [{K}, {N}] {types}, {turned or 'nothing'} transposed, {tiles}")
         torch.manual_seed(M)
         a, b = torch.randn(M, K), torch.randn(K, N)
         if K == 80:
             a, b = torch.full((M, K), 32.0), torch.full((K, N), 32.0)  # sums to 81,920: infinite in fp16
+        if K == 96:
+            a, b = torch.full((M, K), 40.0), torch.full((K, N), 40.0)
+            b[48:] = -20.0  # of c: 76,800 on the way, 38,400 in the end
         a, b = a.to(dtype), b.to(dtype)
         a = within(a.t()).t() if turned == "a" else within(a)
         b = within(b.t()).t() if turned == "b" else within(b)
         width = N + 3 * (K == 40)  # from a row of c to the next
-        c = within(torch.full((M, N), float("nan")), width)
+        c = within(torch.full((M, N), float("nan"), dtype=stored), width)
         grid = (-(-M // tiles["BM"]), -(-N // tiles["BN"]))
         with untouched(a_ptr=a, b_ptr=b):
             found = launch(answer.matmul_kernel, grid, a, b, c, M, N, K, *a.stride(), *b.stride(), width, **tiles)
         wanted = a.double() @ b.double()
-        half = (
-            dtype == torch.float16
-            and torch.equal(c, c.half().float())
-            and not torch.equal(wanted, wanted.half().double())
-        )
-        require(not half, "c has no more than fp16's 11 bits: the sum over K is kept in fp16, and overflows at 65,504")
+        few = "c has no more than fp16's 11 bits: the sum over K is kept in fp16, and overflows at 65,504"
+        narrow = stored != half and torch.equal(c, c.half().float()) and not torch.equal(wanted, wanted.half().double())
+        require(dtype != half or not narrow, few)
+        kept = "c is infinite: the sum over K is kept in c's fp16; on the way it is 76,800, in the end 38,400"
+        require(stored != half or not c.isinf().any(), kept)
         full, last = K // tiles["BK"] * tiles["BK"], max(K - 1, 0) // tiles["BK"] * tiles["BK"]
         known = {
             "the strides of a or b are not used: one of them lies transposed": _ignoring_strides(a, b),
@@ -75,7 +80,7 @@ def test_matmul_kernel(answer: Answer, group: WatchedGroup) -> None:
             "the last step over K alone: add the products up": (a[:, last:].double() @ b[last:].double()).float(),
         }
         bound = 4e-7 * (K + 1) * float((a.double().abs() @ b.double().abs()).max() + 1)
-        equal(c, wanted.float(), "c", known=known, rtol=1e-6, atol=min(bound, 2e-4))
+        equal(c.float(), wanted.to(stored).float(), "c", known=known, rtol=1e-6, atol=min(bound, 2e-4))
         advice = f"a tile of a serves {tiles['BN']} columns, a tile of b {tiles['BM']} rows"
         moved(found, times(bytes_of(a=a, b=b), a=grid[1], b=grid[0]), bytes_of(c=c), advice=advice)
         steps = grid[0] * grid[1] * -(-K // tiles["BK"])
