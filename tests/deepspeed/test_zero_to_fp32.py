@@ -19,10 +19,12 @@ from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
 from refimpl.deepspeed.utils.zero_to_fp32 import main as zero_to_fp32
+from refimpl.deepspeed.utils.zero_to_torch import main as zero_to_torch
 
 
 class Tied(nn.Module):
@@ -110,6 +112,28 @@ def test_the_command_takes_deepspeeds_arguments(tmp_path: Path) -> None:
         zero_to_fp32([f"{tmp_path}/ck", f"{tmp_path}/e", "--tag", "nonsense"])
     with pytest.raises(SystemExit, match="'5 parrots' is not a size"):
         zero_to_fp32([f"{tmp_path}/ck", f"{tmp_path}/e", "--max_shard_size", "5 parrots"])
+
+
+def test_weights_in_another_dtype(tmp_path: Path) -> None:
+    """Rounded once, from fp32; what is tied stays one tensor, and a file is as large as what it holds then."""
+    worlds.run(save, 2, str(tmp_path / "ck"), {}, ranks=3)
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
+    size = 4 * sum(t.numel() for name, t in state.items() if name != "head.weight") - 1  # one byte too few for fp32
+    convert_zero_checkpoint_to_state_dict(tmp_path / "ck", tmp_path / "a", dtype="bfloat16", max_shard_size=size)
+    zero_to_torch([f"{tmp_path}/ck", f"{tmp_path}/b", "--dtype", "fp16", "--safe_serialization"])
+    convert_zero_checkpoint_to_state_dict(tmp_path / "ck", tmp_path / "c", dtype=torch.float32)
+    written = torch.load(tmp_path / "a/pytorch_model.bin", weights_only=True)
+    assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
+    assert all(written[name].equal(t.bfloat16()) for name, t in state.items())
+    half = load_file(tmp_path / "b/model.safetensors")
+    assert all(half[name].equal(t.half()) for name, t in state.items())
+    full = torch.load(tmp_path / "c/pytorch_model.bin", weights_only=True)
+    assert all(full[name].equal(t) for name, t in state.items())
+    convert_zero_checkpoint_to_state_dict(tmp_path / "ck", tmp_path / "d", max_shard_size=size)
+    assert (tmp_path / "d/pytorch_model.bin.index.json").is_file()
+    for wrong in ("int8", "parrot"):
+        with pytest.raises(SystemExit, match=f"zero_to_torch: .*{wrong}"):
+            zero_to_torch([f"{tmp_path}/ck", f"{tmp_path}/d", "--dtype", wrong])
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

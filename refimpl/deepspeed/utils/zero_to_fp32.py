@@ -20,6 +20,7 @@ from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import Folder
 from refimpl.checkpoint.tensors import Entry
 from refimpl.deepspeed.absent import absent
+from refimpl.engine.configuration.values import DTYPES
 
 get_model_state_file, get_model_state_files, get_optim_files = (
     absent(
@@ -70,6 +71,34 @@ def opened(checkpoint_dir: str | Path, tag: str | None) -> Folder:
     return folder
 
 
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    dtype: str | torch.dtype = "fp32",
+) -> None:
+    """Write the weights to `output_dir`: pytorch_model.bin, or model.safetensors with `safe_serialization`.
+
+    What is larger than `max_shard_size` (None: nothing is) is written as several files with an index. As pickles they
+    take the memory of one file at a time, and replace those that were there; as safetensors a few MB. dtype: of what is
+    floating, "fp32", "bf16", "fp16" or torch's own; ValueError for another.
+    """
+    floats = named(dtype)
+    most = export.size_of(max_shard_size) if max_shard_size is not None else 1 << 62
+    out = Path(output_dir)
+    with opened(checkpoint_dir, tag) as folder:
+        if safe_serialization:
+            export.export(folder, out, floats, most, exclude_frozen_parameters)
+        else:
+            shards = export.in_shards(export.entries(folder, floats, exclude_frozen_parameters), most)
+            with naming(out):
+                out.mkdir(parents=True, exist_ok=True)
+            export.write_set(out, shards, "pytorch_model", ".bin", partial(write_pickle, folder))
+
+
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
@@ -78,21 +107,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights to `output_dir`: pytorch_model.bin, or model.safetensors with `safe_serialization`.
+    """The same in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
-    What is larger than `max_shard_size` (None: nothing is) is written as several files with an index. As pickles they
-    take the memory of one file at a time, and replace those that were there; as safetensors a few MB.
-    """
-    most = export.size_of(max_shard_size) if max_shard_size is not None else 1 << 62
-    out = Path(output_dir)
-    with opened(checkpoint_dir, tag) as folder:
-        if safe_serialization:
-            export.export(folder, out, torch.float32, most, exclude_frozen_parameters)
-        else:
-            shards = export.in_shards(export.entries(folder, torch.float32, exclude_frozen_parameters), most)
-            with naming(out):
-                out.mkdir(parents=True, exist_ok=True)
-            export.write_set(out, shards, "pytorch_model", ".bin", partial(write_pickle, folder))
+
+def named(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype that a name means, DeepSpeed's or torch's."""
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"dtype is {dtype!r}: weights are written as fp32, bf16 or fp16")
+    return found
 
 
 def write_pickle(folder: Folder, path: Path, shard: Mapping[str, Entry]) -> None:
@@ -110,9 +136,9 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command, with DeepSpeed's arguments. Status 1 and one line for what cannot be read or written."""
-    parser = argparse.ArgumentParser("zero_to_fp32", description="Whole fp32 weights out of a checkpoint.")
+def arguments_of(program: str, what: str) -> argparse.ArgumentParser:
+    """DeepSpeed's arguments, which `zero_to_torch` has too."""
+    parser = argparse.ArgumentParser(program, description=what)
     parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint, or a checkpoint in it")
     parser.add_argument("output_dir", help="folder for the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="bytes a file, such as 5GB")
@@ -120,12 +146,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", help="which checkpoint; by default what the file latest names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="trained weights alone")
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
+    return parser
+
+
+def converted(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> None:
+    """Do what the arguments say. Status 1 and one line for what cannot be read or written."""
     options = vars(parser.parse_args(arguments))
     options.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(**options)
+        convert_zero_checkpoint_to_state_dict(**options)
     except (CheckpointError, ValueError) as reason:
-        raise SystemExit(f"zero_to_fp32: {reason}") from None
+        raise SystemExit(f"{parser.prog}: {reason}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command, with DeepSpeed's arguments."""
+    converted(arguments_of("zero_to_fp32", "Whole fp32 weights out of a checkpoint."), arguments)
 
 
 if __name__ == "__main__":
