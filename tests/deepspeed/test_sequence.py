@@ -41,7 +41,7 @@ def attended(batch: int, flat: bool, heads: int, shared: int) -> list[Tensor]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     q, k, v = (x.chunk(ranks, 1 - batch)[rank].clone().requires_grad_() for x in given(batch, heads, shared))
     group = dist.group.WORLD if flat else None  # which is all ranks too, as in torch
-    attention = DistributedAttention(Attention(batch, flat), group, scatter_idx=2, gather_idx=0)
+    attention = DistributedAttention(Attention(batch, flat), group, scatter_idx=2, gather_idx=0, num_kv_heads=shared)
     out = attention(q, k, v, batch, None, True)
     out.square().sum().backward()
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
@@ -112,6 +112,8 @@ def test_what_it_cannot_do_is_said() -> None:
     with pytest.raises(ValueError, match="batch_dim_idx is 2"):
         DistributedAttention(Attention(1, False), None)(*given(1, 2, 2), 2)
     q, k, v = given(1, 2, 2)
+    with pytest.raises(ValueError, match="num_kv_heads is 1, and the keys have 2 heads"):
+        DistributedAttention(Attention(1, False), None, num_kv_heads=1)(q, k, v, 1)
     with pytest.raises(TypeError, match=r"batch_dim_idx is a tensor.*batch_dim_idx, None, mask"):
         DistributedAttention(Attention(1, False), None)(q, k, v, torch.ones(T, T))
 

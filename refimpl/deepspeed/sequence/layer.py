@@ -31,16 +31,18 @@ class DistributedAttention(nn.Module):
         scatter_idx: int = HEADS,
         gather_idx: int = 0,
         sp_stream: Any = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         """gather_idx: DeepSpeed's; the dimension of the tokens follows from the batch's, which each call names.
 
         ValueError for another scatter_idx than 2. sp_stream: not needed; exchanges run on the group's own stream.
+        num_kv_heads: not needed either, keys say it; ValueError in a call whose keys have another number.
         """
         super().__init__()
         if scatter_idx != HEADS:
             raise ValueError(f"scatter_idx is {scatter_idx}: the heads are dimension {HEADS} of q, k and v")
         self.local_attn, self.spg = local_attention, sequence_process_group
-        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        self.scatter_idx, self.gather_idx, self.num_kv_heads = scatter_idx, gather_idx, num_kv_heads
         self._made: tuple[ProcessGroup, Group] | None = None
 
     @property
@@ -68,6 +70,8 @@ class DistributedAttention(nn.Module):
         """
         group, tokens = self.group, tokens_of(batch_dim_idx)
         heads, shared = query.shape[HEADS], key.shape[HEADS]
+        if shared != (self.num_kv_heads or shared):
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}, and the keys have {shared} heads")
         each = shared_heads(heads, shared, group.size)
         queries, keys = dealt(heads, each, group.size), dealt(each, each, group.size)
         here = [query.shape[tokens]] * group.size
