@@ -17,6 +17,7 @@ from refimpl.model.data import corpus, load_text
 from refimpl.model.gpt import GPTConfig
 from refimpl.plan.formulas import Strategy
 from refimpl.ranks import environment
+from refimpl.ranks.meet import wished
 from refimpl.zero.flat import ALIGN, round_up
 
 # What a rank takes beyond its tensors, most of it torch's workspaces: 30 MB of its own (unique set size), measured with
@@ -106,6 +107,7 @@ def _device(asked: str, ranks: int) -> str:
     gpus = torch.cuda.device_count()
     if asked == "cuda" and not gpus:
         raise ValueError("--device cuda: torch finds no GPU on this machine; leave --device out")
+    asked = wished(asked)
     return "cuda" if asked == "cuda" or (asked == "auto" and gpus >= _local(ranks)) else "cpu"
 
 

@@ -118,6 +118,16 @@ def test_ranks_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPa
     assert options.ranks_asked(None) == options.ranks_asked(2) == 2
 
 
+def test_the_oracle_computes_where_the_ranks_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
+    for said, device in ((None, "cuda"), ("cpu", "cpu")):
+        if said:
+            monkeypatch.setenv("REFIMPL_DEVICE", said)
+        assert options.plan(2, ["ddp"], 2, None, 1, 64, 16, 0, "auto", tmp_path).device == device
+    assert options.plan(2, ["ddp"], 2, None, 1, 64, 16, 0, "cuda", tmp_path).device == "cuda", "an option counts more"
+
+
 def test_a_strategy_that_misses_the_oracle_says_no(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
