@@ -11,7 +11,7 @@ from typing import Any
 
 from refimpl.comm.collectives import chunk_sizes
 from refimpl.engine.configuration.batch import MICRO, STEPS, TRAIN, complete
-from refimpl.engine.configuration.sections import ZeroOptimization
+from refimpl.engine.configuration.zero_sections import ZeroOptimization
 from refimpl.model.gpt import GPTConfig
 from refimpl.optim.loss_scale import DynamicLossScaler
 from refimpl.parallel.pipeline.clock import alive, share

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from refimpl.engine.configuration.schema import DeepSpeedConfig
-    from refimpl.engine.configuration.sections import ZeroOptimization
+    from refimpl.engine.configuration.zero_sections import ZeroOptimization
     from refimpl.plan.judge import Machine, Verdict
     from refimpl.plan.search import Found
     from refimpl.plan.shape import Shape

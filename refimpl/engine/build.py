@@ -21,7 +21,7 @@ from refimpl.comm.group import Group
 from refimpl.engine.config import load_config
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.schema import DeepSpeedConfig
-from refimpl.engine.configuration.sections import ZeroOptimization
+from refimpl.engine.configuration.zero_sections import ZeroOptimization
 from refimpl.engine.copies import check_copies, check_trained_alike
 from refimpl.engine.cut import AUTOTP_DTYPE, counted_elsewhere, cut
 from refimpl.engine.dataloader import first_batch, make_dataloader

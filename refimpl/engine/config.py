@@ -22,7 +22,7 @@ from refimpl.engine.configuration.keys import ConfigError, ConfigWarning
 from refimpl.engine.configuration.quote import quote, readable
 from refimpl.engine.configuration.read import raw_config
 from refimpl.engine.configuration.schema import DeepSpeedConfig
-from refimpl.engine.configuration.sections import ZeroOptimization
+from refimpl.engine.configuration.zero_sections import ZeroOptimization
 from refimpl.engine.names import optimizer_named, optimizer_problem, schedule_named
 from refimpl.zero.config import PLUS
 

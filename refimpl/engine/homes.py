@@ -23,7 +23,7 @@ from refimpl.checkpoint.errors import explained, together
 from refimpl.comm.group import Group
 from refimpl.engine.configuration.keys import ConfigError
 from refimpl.engine.configuration.schema import DeepSpeedConfig
-from refimpl.engine.configuration.sections import OffloadOptimizer, OffloadParam
+from refimpl.engine.configuration.zero_sections import OffloadOptimizer, OffloadParam
 from refimpl.offload.blocks import Aio, OffloadError
 from refimpl.offload.homes import Disk, Host
 from refimpl.zero.config import ZeroConfig

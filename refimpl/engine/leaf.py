@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from refimpl.engine.configuration.keys import ConfigWarning
-from refimpl.engine.configuration.sections import LeafModule
+from refimpl.engine.configuration.zero_sections import LeafModule
 
 FLAG = "_z3_leaf"  # DeepSpeed's name for it
 

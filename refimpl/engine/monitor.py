@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from refimpl.engine.configuration.keys import ConfigWarning
+from refimpl.engine.configuration.monitors import Comet, Monitors
 from refimpl.engine.configuration.schema import DeepSpeedConfig
-from refimpl.engine.configuration.sections import Comet, Monitors
 
 Event = tuple[str, float, int]  # name, value, step
 

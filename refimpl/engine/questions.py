@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from refimpl.engine.configuration.sections import OffloadOptimizer, OffloadParam
+from refimpl.engine.configuration.zero_sections import OffloadOptimizer, OffloadParam
 from refimpl.engine.names import DEEPSPEED_OPTIMIZERS
 from refimpl.engine.state import TrainingState
 

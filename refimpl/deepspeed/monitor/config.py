@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refimpl.engine.config import load_config
-from refimpl.engine.configuration.sections import Monitors as DeepSpeedMonitorConfig
+from refimpl.engine.configuration.monitors import Monitors as DeepSpeedMonitorConfig
 
 __all__ = ["DeepSpeedMonitorConfig", "get_monitor_config"]
 

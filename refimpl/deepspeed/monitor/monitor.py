@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from refimpl.comm.group import Group
-from refimpl.engine.configuration.sections import Monitors
+from refimpl.engine.configuration.monitors import Monitors
 from refimpl.engine.monitor import Event
 from refimpl.engine.monitor import Monitor as Writers
 

@@ -1,7 +1,7 @@
 """The honoured keys of a DeepSpeed JSON file at its top level, and what all of it becomes for the components.
 
-The sections below are in `sections`. Homes and ZeRO++ join the stage's configuration in engine/homes.py and build.py,
-where the ranks and the device are known. DeepSpeed's file: deepspeed/runtime/config.py.
+The sections below are in `sections`, `zero_sections` and `monitors`. Homes and ZeRO++ join the stage's configuration in
+engine/homes.py and build.py, where the ranks and the device are known. DeepSpeed's file: deepspeed/runtime/config.py.
 """
 
 from typing import Annotated, Literal, Self
@@ -14,7 +14,9 @@ from refimpl.engine.configuration import sections as section
 from refimpl.engine.configuration import values as value
 from refimpl.engine.configuration.compression import GradientCompression
 from refimpl.engine.configuration.compression_training import CompressionTraining
+from refimpl.engine.configuration.monitors import Comet, CSVMonitor, Monitors, TensorBoard, WandB
 from refimpl.engine.configuration.quote import quote
+from refimpl.engine.configuration.zero_sections import AsyncIO, ZeroOptimization
 from refimpl.engine.curriculum import Curriculum, LayerDrop
 from refimpl.engine.names import ONE_BIT
 from refimpl.optim.loss_scale import DynamicLossScaler, LossScaler
@@ -81,10 +83,10 @@ class DeepSpeedConfig(value.Section):
     )
     optimizer: section.Optimizer | None = Field(default=None, description="the optimizer by name")
     scheduler: section.Scheduler | None = Field(default=None, description="the learning-rate schedule by name")
-    zero_optimization: section.ZeroOptimization = Field(
-        default_factory=section.ZeroOptimization, description="what is sharded over the ranks"
+    zero_optimization: ZeroOptimization = Field(
+        default_factory=ZeroOptimization, description="what is sharded over the ranks"
     )
-    aio: section.AsyncIO = Field(default_factory=section.AsyncIO, description="how a disk is driven")
+    aio: AsyncIO = Field(default_factory=AsyncIO, description="how a disk is driven")
     activation_checkpointing: section.ActivationCheckpointing = Field(
         default_factory=section.ActivationCheckpointing, description="where inputs of activation checkpoints wait"
     )
@@ -122,10 +124,10 @@ class DeepSpeedConfig(value.Section):
     comms_logger: section.CommsLogger = Field(
         default_factory=section.CommsLogger, description="latencies of collectives"
     )
-    csv_monitor: section.CSVMonitor = Field(default_factory=section.CSVMonitor, description="metrics as CSV files")
-    tensorboard: section.TensorBoard = Field(default_factory=section.TensorBoard, description="metrics for TensorBoard")
-    wandb: section.WandB = Field(default_factory=section.WandB, description="metrics for Weights & Biases")
-    comet: section.Comet = Field(default_factory=section.Comet, description="metrics for Comet")
+    csv_monitor: CSVMonitor = Field(default_factory=CSVMonitor, description="metrics as CSV files")
+    tensorboard: TensorBoard = Field(default_factory=TensorBoard, description="metrics for TensorBoard")
+    wandb: WandB = Field(default_factory=WandB, description="metrics for Weights & Biases")
+    comet: Comet = Field(default_factory=Comet, description="metrics for Comet")
 
     @model_validator(mode="after")
     def check_precision(self) -> Self:
@@ -166,11 +168,9 @@ class DeepSpeedConfig(value.Section):
         return self
 
     @property
-    def monitor_config(self) -> section.Monitors:
+    def monitor_config(self) -> Monitors:
         """The four sections of metrics, under the name by which DeepSpeed's scripts ask for them."""
-        return section.Monitors(
-            tensorboard=self.tensorboard, wandb=self.wandb, csv_monitor=self.csv_monitor, comet=self.comet
-        )
+        return Monitors(tensorboard=self.tensorboard, wandb=self.wandb, csv_monitor=self.csv_monitor, comet=self.comet)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,10 +3,10 @@
 A field is named as DeepSpeed names its key and has DeepSpeed's default; its description says what the key does here.
 Keys that are accepted with a warning or rejected by name are not fields: they stand in keys.py beside this file.
 Sizes called `*_bucket_size`, `*_threshold`, `*_parameters` and `*_distance` count elements, not bytes.
-DeepSpeed's files: deepspeed/runtime/config.py, runtime/zero/config.py, runtime/precision_config.py, monitor/config.py.
+`zero_optimization` has a file of its own, `zero_sections.py`, and so have the monitors, `monitors.py`, as in DeepSpeed.
+DeepSpeed's files: deepspeed/runtime/config.py, runtime/precision_config.py.
 """
 
-import sys
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -15,17 +15,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from refimpl.engine.configuration.values import (
     Count,
     Dtype,
-    Names,
     Number,
     Positive,
     Section,
     StepOrNone,
-    as_number,
     false_is_none,
     of_16_bits,
-    or_none,
-    rounded_down,
-    unless_off,
     upper,
 )
 
@@ -92,127 +87,6 @@ class Scheduler(Section):
 
     type: str = Field(description="a class of refimpl.optim.schedule or of torch.optim.lr_scheduler")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the schedule")
-
-
-class LeafModule(Section):
-    """Modules that stage 3 gathers whole, without hooks on their children."""
-
-    classes: Names = Field(default_factory=list, description="class names of modules gathered as one unit")
-    names: Names = Field(default_factory=list, description="paths of modules gathered as one unit")
-    name_suffixes: Names = Field(default_factory=list, description="ends of such paths")
-
-
-class OffloadOptimizer(Section):
-    """Where fp32 masters and optimizer states rest, and are updated."""
-
-    device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(or_none)] = Field(
-        default="none", description="none: on the device; cpu: in the host's memory; nvme: in a file of each rank"
-    )
-    nvme_path: str | None = Field(default=None, description="folder of that file; made if it is not there")
-    buffer_count: Positive = Field(default=4, description="parts of the state that may be in memory at once, with nvme")
-    pipeline_read: bool = Field(default=False, description="the next part is read while one is updated")
-    pipeline_write: bool = Field(default=False, description="the part before is written while one is updated")
-    ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=1.0, description="the share of the parameters that is offloaded, bucket by bucket"
-    )
-    delayed_update: bool = Field(
-        default=False,
-        description="(not DeepSpeed's) the update runs beside the next step, whose weights lack it; with cpu or nvme",
-    )
-
-
-class OffloadParam(Section):
-    """Where the shards of stage 3's parameters rest."""
-
-    device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(or_none)] = Field(
-        default="none", description="none: on the device; cpu: in the host's memory; nvme: in a file of each rank"
-    )
-    nvme_path: str | None = Field(default=None, description="folder of that file; made if it is not there")
-    buffer_count: Positive = Field(default=5, description="shards that may be read ahead of their use, with nvme")
-    buffer_size: Positive = Field(
-        default=100_000_000, description="elements of a buffer: no unit's shard may be larger"
-    )
-    max_in_cpu: Count = Field(default=1_000_000_000, description="elements that stay in memory all the same, with nvme")
-
-
-class AsyncIO(Section):
-    """How a disk is driven."""
-
-    block_size: Positive = Field(default=1_048_576, description="bytes of one request")
-    queue_depth: Positive = Field(default=8, description="requests under way at once, of each thread")
-    intra_op_parallelism: Positive = Field(default=1, description="threads a transfer")
-    overlap_events: bool = Field(default=True, description="false: one request at a time")
-
-
-class LoCoParam(Section):
-    """How what quantised gradients lose comes back."""
-
-    err_beta: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.8, description="how much of the error so far stays in its moving average"
-    )
-    reset_T: Positive = Field(default=1024, description="steps after which the error is dropped")
-
-
-class ZeroOptimization(Section):
-    """What is sharded and how it is communicated."""
-
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_number)] = Field(
-        default=0, description="0 nothing, 1 optimizer, 2 + gradients, 3 + parameters sharded"
-    )
-    reduce_bucket_size: Count = Field(
-        default=500_000_000, description="elements reduced in one collective; 0: one gradient at a time"
-    )
-    allgather_bucket_size: Count = Field(
-        default=500_000_000, description="elements gathered in one collective; 0: one parameter at a time"
-    )
-    overlap_comm: bool | None = Field(default=None, description="reduce during backward; unset means only in stage 3")
-    stage3_prefetch_bucket_size: Annotated[Count, BeforeValidator(rounded_down)] = Field(
-        default=50_000_000, description="elements gathered ahead of use"
-    )
-    stage3_param_persistence_threshold: Count = Field(default=100_000, description="smaller parameters stay gathered")
-    stage3_model_persistence_threshold: Count = Field(
-        default=sys.maxsize, description="bound on all that stays gathered"
-    )
-    stage3_max_live_parameters: Count = Field(default=1_000_000_000, description="gathered elements at one time")
-    stage3_max_reuse_distance: Count = Field(
-        default=1_000_000_000, description="kept when used again this soon, in elements"
-    )
-    stage3_gather_16bit_weights_on_model_save: bool = Field(
-        default=False, description="save_16bit_model may gather weights"
-    )
-    stage3_module_granularity_threshold: Count = Field(
-        default=0, description="gather whole what has fewer parameters for each module inside"
-    )
-    sub_group_size: Count = Field(
-        default=1_000_000_000, description="elements that are brought from a disk and updated at a time; 0: 4 million"
-    )
-    offload_optimizer: Annotated[OffloadOptimizer, BeforeValidator(unless_off)] = Field(
-        default_factory=OffloadOptimizer, description="where optimizer states rest"
-    )
-    offload_param: Annotated[OffloadParam, BeforeValidator(unless_off)] = Field(
-        default_factory=OffloadParam, description="where stage 3's parameters rest"
-    )
-    mics_shard_size: int = Field(
-        default=-1, description="ranks that state is divided over; the others hold the same; -1: over all"
-    )
-    mics_hierarchical_params_gather: bool = Field(
-        default=False, description="gather between nodes first, then inside them; without mics_shard_size too"
-    )
-    zero_quantized_weights: bool = Field(default=False, description="gathers of parameters carry int8")
-    zero_quantized_nontrainable_weights: bool = Field(
-        default=False, description="shards of frozen parameters rest as int8, and travel so"
-    )
-    zero_hpz_partition_size: Count = Field(
-        default=1, description="neighbours that share a second shard, gathered from until the next update; 0: as 1"
-    )
-    zero_quantized_gradients: bool = Field(
-        default=False, description="gradients are reduced in two hops of int4, inside nodes and between them"
-    )
-    zeropp_loco_param: LoCoParam | None = Field(default=None, description="what quantised gradients lose comes back")
-    ignore_unused_parameters: bool = Field(
-        default=True, description="unused on one rank: zeros in the mean; false: an error"
-    )
-    leaf_module: LeafModule = Field(default_factory=LeafModule, description="modules gathered as one unit")
 
 
 class Writer(Section):
@@ -363,59 +237,3 @@ class FlopsProfiler(Section):
     detailed: bool = Field(default=True, description="show every module")
     output_file: str | None = Field(default=None, description="a file in place of rank 0's stdout")
     recompute_fwd_factor: Number = Field(default=0.0, ge=0, description="of the forward pass what backward repeats")
-
-
-class CSVMonitor(Section):
-    """One CSV file a metric."""
-
-    enabled: bool = Field(default=False, description="rank 0 writes one CSV file a metric")
-    output_path: str = Field(default="", description="folder; empty means the working directory")
-    job_name: str = Field(default="DeepSpeedJobName", description="folder inside output_path")
-
-
-class TensorBoard(Section):
-    """TensorBoard event files."""
-
-    enabled: bool = Field(default=False, description="rank 0 writes event files; a warning when it is not installed")
-    output_path: str = Field(default="", description="folder; empty means the working directory")
-    job_name: str = Field(default="DeepSpeedJobName", description="folder inside output_path")
-
-
-class WandB(Section):
-    """Weights & Biases."""
-
-    enabled: bool = Field(
-        default=False, description="rank 0 logs to Weights & Biases; a warning when it is not installed"
-    )
-    group: str | None = Field(default=None, description="name of the run's group")
-    team: str | None = Field(default=None, description="the entity that owns the run")
-    project: str = Field(default="deepspeed", description="name of the project")
-
-
-class Comet(Section):
-    """Comet; what is left out is read from its own file, .comet.config, or COMET_API_KEY and the like."""
-
-    enabled: bool = Field(default=False, description="rank 0 logs to Comet; a warning when it is not installed")
-    samples_log_interval: Count = Field(default=100, description="samples between two values of a metric, at least")
-    project: str | None = Field(default=None, description="name of the project")
-    workspace: str | None = Field(default=None, description="name of the workspace")
-    api_key: str | None = Field(default=None, description="the key to the account; `dump_state` does not print it")
-    experiment_name: str | None = Field(default=None, description="what the experiment is called")
-    experiment_key: str | None = Field(default=None, description="of the experiment to go on with, or to make")
-    online: bool | None = Field(default=None, description="false: kept in a local file; unset: sent")
-    mode: Literal["get", "create", "get_or_create"] | None = Field(
-        default=None, description="whether the experiment is there already; unset: as get_or_create"
-    )
-
-
-class Monitors(Section):
-    """All places that metrics go to. No section of the file: its parts are, each by itself."""
-
-    tensorboard: TensorBoard = Field(default_factory=TensorBoard, description="metrics for TensorBoard")
-    wandb: WandB = Field(default_factory=WandB, description="metrics for Weights & Biases")
-    csv_monitor: CSVMonitor = Field(default_factory=CSVMonitor, description="metrics as CSV files")
-    comet: Comet = Field(default_factory=Comet, description="metrics for Comet")
-
-    @property
-    def enabled(self) -> bool:
-        return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled or self.comet.enabled

@@ -6,7 +6,7 @@ from refimpl.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
-from refimpl.engine.configuration.sections import ZeroOptimization as DeepSpeedZeroConfig
+from refimpl.engine.configuration.zero_sections import ZeroOptimization as DeepSpeedZeroConfig
 
 __all__ = [
     "DeepSpeedZeroConfig",

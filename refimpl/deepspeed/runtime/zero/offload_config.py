@@ -2,8 +2,8 @@
 
 from enum import StrEnum
 
-from refimpl.engine.configuration.sections import OffloadOptimizer as DeepSpeedZeroOffloadOptimizerConfig
-from refimpl.engine.configuration.sections import OffloadParam as DeepSpeedZeroOffloadParamConfig
+from refimpl.engine.configuration.zero_sections import OffloadOptimizer as DeepSpeedZeroOffloadOptimizerConfig
+from refimpl.engine.configuration.zero_sections import OffloadParam as DeepSpeedZeroOffloadParamConfig
 
 __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig",
