@@ -12,6 +12,7 @@ second (see `behind.py`), in a process group beside it: calls of one group are m
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +38,8 @@ from refimpl.comm.transport import Alone, Library, Transport
 from refimpl.comm.work import Phase, Steps
 from refimpl.ranks.here import host
 from refimpl.ranks.travel import dumps, loads
+
+ELSEWHERE = "its ranks are on several hosts"
 
 
 class Route:
@@ -95,6 +98,10 @@ class Route:
             elif self._must_share:
                 raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
             else:
+                if self.handle.rank() == 0 and shared not in (ELSEWHERE, unsupported()):
+                    warnings.warn(
+                        f"ranks of this host speak gloo, slower than by shared memory: {shared}", stacklevel=3
+                    )
                 self.met = self.direct
         return self.met
 
@@ -205,7 +212,7 @@ def meet(handle: dist.ProcessGroup) -> Shared | str:
     me = (host(), os.getpid(), own.descriptor) if own else reason
     known = _everyone(handle, me)
     if own is None or any(isinstance(one, str) or one[0] != me[0] for one in known):
-        return next((one for one in known if isinstance(one, str)), "its ranks are on several hosts")
+        return next((one for one in known if isinstance(one, str)), ELSEWHERE)
     try:
         files = [own if m == handle.rank() else of_peer(pid, fd, words) for m, (_, pid, fd) in enumerate(known)]
         transport = Shared(handle, files, own, [pid for _, pid, _ in known])

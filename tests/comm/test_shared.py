@@ -6,11 +6,13 @@ import math
 import mmap
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -110,16 +112,21 @@ def test_tensors_that_peers_read_in_place_may_be_written_as_soon_as_the_work_is_
     run(check, ranks=ranks)
 
 
-def within_a_limit_on_files() -> tuple[bool, bool]:
+def within_a_limit_on_files() -> tuple[bool, bool, list[str]]:
     """Runs on every rank: `ulimit -f` counts memory that is shared too."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     group, x = Group.world(), torch.ones(1000)
-    group.all_reduce(x, "sum")
-    return isinstance(group.transport, Shared), bool(x.eq(group.size).all())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        group.all_reduce(x, "sum")
+    return isinstance(group.transport, Shared), bool(x.eq(group.size).all()), [str(w.message) for w in said]
 
 
-def test_a_limit_on_the_size_of_files_leaves_gloo() -> None:
-    assert launch.run(within_a_limit_on_files, ranks=2) == [(False, True)] * 2
+def test_a_limit_on_the_size_of_files_leaves_gloo_and_is_told() -> None:
+    (*first, told), *others = launch.run(within_a_limit_on_files, ranks=2)
+    assert (first, others) == ([False, True], [(False, True, [])])
+    assert len(told) == 1
+    assert re.search(r"speak gloo, slower than shared memory: rank 0 cannot make memory .*ulimit -f", told[0])
 
 
 def test_nothing_is_gathered_whatever_the_default_device_is() -> None:
