@@ -99,9 +99,7 @@ class Route:
                 raise RuntimeError(f"REFIMPL_TRANSPORT=shared, but this group cannot share memory: {shared}; unset it")
             else:
                 if self.handle.rank() == 0 and shared not in (ELSEWHERE, unsupported()):
-                    warnings.warn(
-                        f"ranks of this host speak gloo, slower than by shared memory: {shared}", stacklevel=3
-                    )
+                    warnings.warn(f"ranks of this host speak gloo, slower than shared memory: {shared}", stacklevel=3)
                 self.met = self.direct
         return self.met
 
