@@ -249,6 +249,14 @@ def test_a_rank_that_its_job_has_not_is_refused_and_not_waited_for(monkeypatch: 
         launch.join("cpu", timeout=1)
 
 
+def test_a_local_rank_that_its_machine_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in (by_hand | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"local rank 1 of 1 on this machine.*LOCAL_WORLD_SIZE are set by hand"):
+        launch.join("cpu", timeout=10)
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(0, None), (None, 2), (2, 2), (-1, 2)])
 def test_half_a_place_or_one_outside_is_refused(rank: int | None, world_size: int | None) -> None:
     with pytest.raises(ValueError, match="rank"):

@@ -58,8 +58,17 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
 
 
 def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:
-    """(local rank, number of local ranks): what the launcher says, else who else has this host's name."""
+    """(local rank, number of local ranks): what the launcher says, else who else has this host's name.
+
+    ValueError for a local rank that so many ranks do not have.
+    """
     if place.local_rank is not None and place.local_size is not None:
+        if place.local_rank >= place.local_size:
+            raise ValueError(
+                f"rank {place.rank}: {place.launcher} says that this is local rank {place.local_rank} of "
+                f"{place.local_size} on this machine, and they are numbered from 0: where LOCAL_RANK and "
+                "LOCAL_WORLD_SIZE are set by hand, set both for every rank, or neither"
+            )
         return place.local_rank, place.local_size
     mine = socket.gethostname()
     store.set(f"refimpl/host/{place.rank}", mine)
