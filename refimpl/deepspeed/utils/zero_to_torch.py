@@ -1,6 +1,6 @@
 """Whole weights from a checkpoint of any stage, in a dtype of one's choice. DeepSpeed: utils/zero_to_torch.py.
 
-python -m refimpl.deepspeed.utils.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR [--dtype bf16] [--safe_serialization] ...
+    python -m refimpl.deepspeed.utils.zero_to_torch CHECKPOINT_DIR OUTPUT_DIR [--dtype bf16] [--safe_serialization] ...
 
 What is no floating number, as a mask, keeps its dtype.
 """
