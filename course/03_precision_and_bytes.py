@@ -606,7 +606,7 @@ print(f"after backward {after_backward:,} bytes")
 # *are* the masters. Here are the two ways beside plain fp32, with DDP on 2 ranks; activations are those of one block,
 # in bytes for each token and unit of width:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 rows = {}
 for name, dtype, autocast in (
     ("fp32", torch.float32, False),
