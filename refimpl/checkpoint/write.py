@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,34 @@ from refimpl.checkpoint.errors import CheckpointError, naming
 from refimpl.checkpoint.folder import notes_file, rank_file
 from refimpl.checkpoint.tensors import Later
 
-SCRIPT = "zero_to_fp32.py"  # beside the checkpoints, as DeepSpeed leaves its own there: scripts look for it and run it
+SCRIPTS = {  # beside the checkpoints, as DeepSpeed leaves its own there: scripts look for them and run them
+    "zero_to_fp32.py": "OUTPUT_DIR [--safe_serialization] [-t TAG]",
+    "zero_to_torch.py": "OUTPUT_DIR --dtype bf16 [--safe_serialization] [-t TAG]",
+}
 LINES = """\
 #!/usr/bin/env python
-\"\"\"Whole fp32 weights of a checkpoint in this folder, without the ranks that wrote it:
+\"\"\"Whole weights of a checkpoint in this folder, without the ranks that wrote it:
 
-    python zero_to_fp32.py . OUTPUT_DIR [--safe_serialization] [-t TAG]
+    python {module}.py . {arguments}
 \"\"\"
-from refimpl.deepspeed.utils.zero_to_fp32 import main
+from refimpl.deepspeed.utils.{module} import main
 
 main()
 """
 
 
-def _write_script(part: Path) -> None:
-    part.write_text(LINES)
+def _write_scripts(folder: Path) -> None:
+    """Those that are not there."""
+    for name, arguments in SCRIPTS.items():
+        script = folder / name
+        with naming(script):
+            if not os.path.lexists(script):
+                lines = LINES.format(module=script.stem, arguments=arguments)
+                atomic.write_file(script, partial(_write_script, lines))
+
+
+def _write_script(lines: str, part: Path) -> None:
+    part.write_text(lines)
     with suppress(PermissionError):  # a share without such a right, as in DeepSpeed: there `python` runs it
         part.chmod(part.stat().st_mode | stat.S_IXUSR)
 
@@ -92,10 +106,7 @@ def finish(folder: Path, new: Path, about: dict[str, Any], save_latest: bool) ->
             atomic.join_folder(new, folder, manifest.NAME)
         else:
             atomic.replace_folder(new, folder, manifest.ours)
-    script = folder.parent / SCRIPT
-    with naming(script):
-        if not os.path.lexists(script):
-            atomic.write_file(script, _write_script)
+    _write_scripts(folder.parent)
     if save_latest:
         latest = folder.parent / "latest"
         with naming(latest):

@@ -19,7 +19,7 @@ from saving import in_folder, same, settings, start, train, weights
 from refimpl.checkpoint import atomic, write
 from refimpl.checkpoint.background import Background
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.checkpoint.write import SCRIPT
+from refimpl.checkpoint.write import SCRIPTS
 from refimpl.engine import checkpoint
 
 DECOUPLED = {"checkpoint": {"writer": {"type": "python", "decoupled": True}}}
@@ -67,7 +67,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, asynchronous=True)
     engine.load_checkpoint(tmp_path)
     assert engine.global_steps == 4
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", SCRIPT, *(f"global_step{n}" for n in range(1, 5))}
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", *SCRIPTS, *(f"global_step{n}" for n in range(1, 5))}
 
 
 def failing(folder: Path, rank: int, at: str) -> str:
@@ -90,7 +90,7 @@ def failing(folder: Path, rank: int, at: str) -> str:
     said = "".join(traceback.format_exception(heard(engine, folder, at)))
     engine.group.barrier()
     assert engine.load_checkpoint(folder)[0] == str(folder / "whole")
-    assert {path.name for path in folder.iterdir()} == {"latest", SCRIPT, "whole"}
+    assert {path.name for path in folder.iterdir()} == {"latest", *SCRIPTS, "whole"}
     return said
 
 

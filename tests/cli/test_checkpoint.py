@@ -19,7 +19,7 @@ from refimpl.checkpoint import atomic, manifest, prune
 from refimpl.checkpoint.errors import CheckpointError
 from refimpl.checkpoint.find import given
 from refimpl.checkpoint.folder import Folder
-from refimpl.checkpoint.write import SCRIPT
+from refimpl.checkpoint.write import SCRIPTS
 from refimpl.cli.checkpoint import app
 
 
@@ -90,7 +90,7 @@ def test_what_somebody_reads_is_not_pruned(steps: Path, tmp_path: Path) -> None:
         status, text = run("prune", steps, "--keep", 1)
     assert (status, text.count("\n")) == (2, 1)
     assert f"{steps / 'global_step2'}: left, somebody is loading or exporting it" in text
-    assert {p.name for p in steps.iterdir()} == {"latest", SCRIPT, "global_step2", "global_step6"}
+    assert {p.name for p in steps.iterdir()} == {"latest", *SCRIPTS, "global_step2", "global_step6"}
     assert run("prune", steps, "--keep", 1)[1].startswith(f"deleted {steps / 'global_step2'}")
 
 
@@ -110,7 +110,7 @@ def test_what_latest_is_about_to_name_is_not_pruned(
     train(engine, range(1))
     engine.save_checkpoint(steps, "again")
     assert engine.load_checkpoint(steps)[0] == str(steps / "again")
-    assert {p.name for p in steps.iterdir()} == {"latest", SCRIPT, "global_step6", "again"}
+    assert {p.name for p in steps.iterdir()} == {"latest", *SCRIPTS, "global_step6", "again"}
 
 
 def test_a_disk_that_cannot_be_written_is_not_pruned(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,12 @@ def test_prune(steps: Path) -> None:
     assert (status, text.count("would delete")) == (0, 4)
     (steps / "latest").write_text("global_step4")
     assert run("prune", steps, "--keep", 1, "--every", 3)[1].count("deleted") == 3
-    assert {p.name for p in steps.iterdir()} == {"latest", SCRIPT, "notes", *(f"global_step{n}" for n in (2, 3, 4, 6))}
+    assert {p.name for p in steps.iterdir()} == {
+        "latest",
+        *SCRIPTS,
+        "notes",
+        *(f"global_step{n}" for n in (2, 3, 4, 6)),
+    }
     assert [p.name for p in (steps / "global_step2").iterdir()] == ["mine.txt"]
     assert run("prune", steps, "--keep", 3)[1] == f"{steps}: nothing to delete\n"
     for keep, every in ((0, None), (1, 0)):

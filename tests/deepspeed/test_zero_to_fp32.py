@@ -114,14 +114,18 @@ def test_the_command_takes_deepspeeds_arguments(tmp_path: Path) -> None:
         zero_to_fp32([f"{tmp_path}/ck", f"{tmp_path}/e", "--max_shard_size", "5 parrots"])
 
 
-def test_weights_in_another_dtype(tmp_path: Path) -> None:
+def test_weights_in_another_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded once, from fp32; what is tied stays one tensor, and a file is as large as what it holds then."""
     worlds.run(save, 2, str(tmp_path / "ck"), {}, ranks=3)
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
     size = 4 * sum(t.numel() for name, t in state.items() if name != "head.weight") - 1  # one byte too few for fp32
     convert_zero_checkpoint_to_state_dict(tmp_path / "ck", tmp_path / "a", dtype="bfloat16", max_shard_size=size)
-    zero_to_torch([f"{tmp_path}/ck", f"{tmp_path}/b", "--dtype", "fp16", "--safe_serialization"])
-    convert_zero_checkpoint_to_state_dict(tmp_path / "ck", tmp_path / "c", dtype=torch.float32)
+    script = str(tmp_path / "ck" / "zero_to_torch.py")
+    monkeypatch.setattr(
+        "sys.argv", [script, f"{tmp_path}/ck", f"{tmp_path}/b", "--dtype", "fp16", "--safe_serialization"]
+    )
+    runpy.run_path(script, run_name="__main__")
+    convert_zero_checkpoint_to_state_dict(tmp_path / "ck", tmp_path / "c", torch.float32)
     written = torch.load(tmp_path / "a/pytorch_model.bin", weights_only=True)
     assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
     assert all(written[name].equal(t.bfloat16()) for name, t in state.items())

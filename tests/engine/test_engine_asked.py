@@ -210,6 +210,14 @@ def weights_travel(stage: int, extra: dict[str, Any]) -> None:
     engine.load_module_state_dict(start, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
     for name, w in engine.module_state_dict().items():
         torch.testing.assert_close(w, start[name])
+    given = {name: w * 2 for name, w in start.items() if name != "up.weight"}
+    engine.load_module_state_dict(given, fetch_z3_params=True, allowed_missing_keys=["up.weight", "down.bias"])
+    for name, w in engine.module_state_dict().items():
+        torch.testing.assert_close(w, given.get(name, start[name]))
+    for wrong, allowed in ((given, ["down.bias"]), (given | {"more": given["down.bias"]}, ["up.weight"])):
+        with pytest.raises(RuntimeError, match=r"missing: \['up.weight'\]|not the model's: \['more'\]"):
+            engine.load_module_state_dict(wrong, allowed_missing_keys=allowed)
+    engine.load_module_state_dict(start)
     whole = engine._zero3_consolidated_16bit_state_dict()
     assert whole.keys() == (start.keys() if engine.group.rank == 0 else set())
     assert all(w.equal(start[name]) for name, w in whole.items())

@@ -16,7 +16,7 @@ from torch import distributed, nn, optim
 
 import refimpl
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.checkpoint.write import SCRIPT
+from refimpl.checkpoint.write import SCRIPTS
 from refimpl.launch import RankError
 from refimpl.optim.muon import Muon
 
@@ -159,7 +159,7 @@ def test_ranks_that_name_different_tags(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0: 'rank0', rank 1: 'rank1'"):
         worlds.run(save, settings(1, checkpoint={"tag_validation": "Fail"}), tmp_path, "own", ranks=2)
     worlds.run(save, settings(1, checkpoint={"tag_validation": "Ignore"}), tmp_path, "own", ranks=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rank0", SCRIPT]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rank0", *SCRIPTS]
     assert len(list((tmp_path / "rank0").glob("*.safetensors"))) == 2
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import refimpl
 from refimpl.checkpoint import manifest
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.checkpoint.write import SCRIPT
+from refimpl.checkpoint.write import SCRIPTS
 
 TAG = "global_step1"
 
@@ -276,7 +276,7 @@ def test_a_tag_that_is_a_link_is_replaced_and_what_it_points_at_kept(saved: Path
     other.save_checkpoint(saved, "best")
     assert not (saved / "best").is_symlink()
     assert tree(saved / TAG) == before
-    assert sorted(path.name for path in saved.iterdir()) == ["best", TAG, "latest", SCRIPT]
+    assert sorted(path.name for path in saved.iterdir()) == ["best", TAG, "latest", *SCRIPTS]
 
 
 def test_another_optimizer_or_schedule_is_refused(saved: Path) -> None:

@@ -19,7 +19,7 @@ from saving import same, settings, start, train, tree, weights
 
 from refimpl import launch
 from refimpl.checkpoint import atomic, manifest
-from refimpl.checkpoint.write import SCRIPT
+from refimpl.checkpoint.write import SCRIPTS
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 
@@ -72,7 +72,7 @@ def test_killed_at_every_call_to_the_file_system(tag: str, behind: bool, tmp_pat
         again.load_checkpoint(folder)
         assert again.global_steps == before  # the whole one, that a killed save had put aside, has its name back
         names = {path.name for path in folder.iterdir()} - {"new"}
-        assert names == {"latest", SCRIPT, "best", "other", "notes", ".other.tmp", "next"}
+        assert names == {"latest", *SCRIPTS, "best", "other", "notes", ".other.tmp", "next"}
         kept, now = tree(pristine), tree(folder)
         assert all(now[name] == kept[name] for name in kept if "best" not in name and name != "latest")
         assert now["best/mine.txt"] == kept["best/mine.txt"]
@@ -151,7 +151,7 @@ def test_what_a_living_run_is_writing_is_left_alone(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(manifest, "write", meanwhile)
     engine.save_checkpoint(tmp_path, "mine")
     assert sorted(there) == ["rank00000.json", "rank00000.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "theirs", SCRIPT]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "theirs", *SCRIPTS]
     for tag in ("mine", "theirs"):
         assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / tag)
 

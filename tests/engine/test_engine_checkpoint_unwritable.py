@@ -17,7 +17,7 @@ from saving import settings, start, train, tree
 from refimpl import launch
 from refimpl.checkpoint import atomic, manifest
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.checkpoint.write import SCRIPT
+from refimpl.checkpoint.write import SCRIPTS
 
 
 def limited(folder: Path, rank: int, limit: int, tag: str) -> str:
@@ -119,7 +119,7 @@ def taken_away(folder: Path) -> str:
     with mock.patch.object(atomic, "discard", ahead), pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(folder, "best")
     engine.group.barrier()
-    assert {path.name for path in folder.iterdir()} == {"its", "latest", SCRIPT}
+    assert {path.name for path in folder.iterdir()} == {"its", "latest", *SCRIPTS}
     return str(caught.value)
 
 

@@ -13,7 +13,7 @@ from saving import SIZE, same, settings, start, train, weights
 import refimpl
 from refimpl import launch
 from refimpl.checkpoint.errors import CheckpointError
-from refimpl.checkpoint.write import SCRIPT
+from refimpl.checkpoint.write import SCRIPTS
 from refimpl.offload.blocks import OffloadError
 from refimpl.offload.homes import Disk
 from refimpl.zero.reduction.resting import RestingOnDisk
@@ -249,7 +249,7 @@ def saved_behind(stage: int, folder: Path) -> bool:
     with pytest.raises(CheckpointError, match=rf"^rank {last}: .*saved/b: .*disk: bytes 8,192 to 12,288"):
         engine.save_checkpoint(folder / "saved", "b", asynchronous=True)
     engine.wait_for_checkpoint()
-    return {path.name for path in (folder / "saved").iterdir()} == {"a", "latest", SCRIPT}
+    return {path.name for path in (folder / "saved").iterdir()} == {"a", "latest", *SCRIPTS}
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 3)])

@@ -74,11 +74,11 @@ def opened(checkpoint_dir: str | Path, tag: str | None) -> Folder:
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
+    dtype: str | torch.dtype = "fp32",
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
-    dtype: str | torch.dtype = "fp32",
 ) -> None:
     """Write the weights to `output_dir`: pytorch_model.bin, or model.safetensors with `safe_serialization`.
 
@@ -109,7 +109,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """The same in fp32."""
     convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+        checkpoint_dir, output_dir, "fp32", max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
 
 

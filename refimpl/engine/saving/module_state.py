@@ -3,12 +3,12 @@
 DeepSpeed's functions: `module_state_dict`, `load_module_state_dict` in deepspeed/runtime/engine.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from refimpl.engine.saving import weights
 from refimpl.engine.saving.contents import frozen_names
@@ -39,18 +39,29 @@ class ModuleState(TrainingState):
         strict: bool = True,
         custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Iterable[nn.Parameter] | None = None,
+        allowed_missing_keys: Collection[str] | None = None,
     ) -> None:
         """Load weights into the model, whole in every stage; masters follow. `checkpoint`: they, or {"module": ...}.
 
         custom_load_fn(src=weights, dst=model) is called instead of `model.load_state_dict` if given. In stage 3 that is
-        a collective: parameters are whole meanwhile, whatever fetch_z3_params says, and rank 0's are kept.
+        a collective: parameters are whole meanwhile, whatever the two of z3_params say; rank 0's are kept.
+        RuntimeError of a strict load for a key that is missing, if not allowed to be, or that the model has not.
         """
         given = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
             with GatheredParameters(self.module, modifier_rank=0), torch.no_grad():
                 custom_load_fn(src=given, dst=self.module)
-        else:
+        elif allowed_missing_keys is None or not strict:
             self.module.load_state_dict(given, strict=strict)
+        else:
+            keys = self.module.load_state_dict(given, strict=False)
+            missing = sorted(set(keys.missing_keys).difference(allowed_missing_keys))
+            if missing or keys.unexpected_keys:
+                raise RuntimeError(
+                    f"load_module_state_dict: not given and not allowed to be missing: {missing}; not the model's: "
+                    f"{keys.unexpected_keys}; all else was loaded"
+                )
 
     def _create_checkpoint_file(self, save_dir: str | Path, tag: str, zero_checkpoint: bool) -> bool:
         """Make the folder of a tag, for `_save_checkpoint`. Any rank may call it. Returns True."""

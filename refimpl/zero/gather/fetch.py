@@ -215,15 +215,9 @@ class Fetch:
             outer = getattr(around[0], "__self__", None) if around else None
             if isinstance(outer, Watch) and outer.unit_at is self.unit_at:
                 return
-            watch = Watch(self.unit_at, weakly(self.unpack), *(around or (None, None)))
+            watch = Watch(self.unit_at, *(around or (None, None)))
             torch._C._autograd._push_saved_tensors_default_hooks(watch.pack, watch.unpack)
             running.is_watched = True
-
-    def unpack(self, unit: Unit) -> None:
-        """Backward unpacks what lies in `unit`."""
-        if unit.is_free:
-            self.used(unit, "backward")
-        unit.wait()
 
     def need(self, module: nn.Module, during: Pass) -> None:
         """Return when all units of `module` are available, with those that come next on their way."""

@@ -1,12 +1,15 @@
 """What autograd saves of a parameter under ZeRO-3: noted when it is saved, gathered when backward unpacks it.
 
     saved                                    kept until backward                  unpacked
+    a parameter of a unit                    itself, freed or not                 when the unit is gathered
     a part of a unit's memory                a view of it, empty while freed      when the unit is gathered
     a parameter in another dtype             which parameter, and its shape       rounded once more
     anything else                            itself                               itself
 
-The second is autocast's: it rounds the weight of each product, and the copies of all of them would wait for backward, 2
+The third is autocast's: it rounds the weight of each product, and the copies of all of them would wait for backward, 2
 bytes a parameter on every rank. Of a frozen parameter the copy stays: nothing tells whose it is.
+Who saves a parameter in an `autograd.Function` gets itself back if it is frozen; of one that is trained autograd makes
+another tensor, from which `leaf_of` finds it.
 DeepSpeed: deepspeed/runtime/zero/linear.py, a linear layer that saves the parameter itself.
 """
 
@@ -15,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from refimpl.zero.gather.unit import Unit
+from refimpl.zero.gather.unit import Unit, unit_of
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,17 @@ class Recast:
 class Watch:
     """What autograd saves while a module runs: for the hooks `around`, and noted if it is a unit's.
 
-    unit_at: units by the memory they lie in. gather(unit) returns when it is whole.
+    unit_at: units by the memory they lie in.
     """
 
     unit_at: Mapping[int, Unit]
-    gather: Callable[[Unit], None]
     pack_around: Callable[[Tensor], Any] | None
     unpack_around: Callable[[Any], Tensor] | None
 
     def pack(self, tensor: Tensor) -> tuple[Unit | None, int, Any]:
         dense = tensor.layout is torch.strided  # a sparse one has several memories, and no parameter is one
+        if isinstance(tensor, nn.Parameter) and (own := unit_of(tensor)) and not self.pack_around:
+            return own, own.changes, tensor  # maybe of another stage, or freed when it is saved
         unit = self.unit_at.get(tensor.untyped_storage()._cdata) if dense else None
         # A parameter itself is put elsewhere when it is freed; what it is a view of stays. An output of the node that
         # saves it would hold the graph that holds it: a forward without a backward would keep its activations for ever.
@@ -71,12 +76,12 @@ class Watch:
         # Which may run a checkpointed function again.
         tensor = self.unpack_around(kept) if self.unpack_around else kept
         if unit is not None and not unit.is_whole:
-            self.gather(unit)
-            if unit.is_free:
+            if not unit.asked("backward"):
                 raise RuntimeError(
                     f"backward needs the weights of {unit.name}, and their stage is gone: nothing holds the model, the "
                     "optimizer or the stage any more. Keep one of them until backward is through"
                 )
+            unit.wait()
         return tensor.again() if isinstance(tensor, Recast) else tensor
 
 
@@ -87,3 +92,11 @@ def source_of(tensor: Tensor) -> Tensor | None:
         return None
     leaf: Tensor | None = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
     return leaf if leaf is not None and (leaf.stride(), leaf.device) == (copy.stride(), copy.device) else None
+
+
+def leaf_of(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter that `tensor`, unpacked in backward, stands for: autograd adds its gradient to that one's."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return None
+    leaf = getattr(get_gradient_edge(tensor).node, "variable", None)
+    return leaf if isinstance(leaf, nn.Parameter) else None

@@ -12,6 +12,7 @@
     p.all_gather(), p.partition()   make it whole, and let it go; collectives
 
 As in DeepSpeed only a parameter of ZeRO-3 has these: `hasattr(p, "ds_id")` tells (any answers for its second shard).
+The `ds_` ones a tensor answers too that backward hands out in a parameter's place (`ctx.saved_tensors`): see `leaf_of`.
 Parameters of a module are gathered together, as a unit, and share its status. DeepSpeed:
 deepspeed/runtime/zero/partition_parameters.py.
 """
@@ -34,6 +35,7 @@ from refimpl.offload.homes import Host
 from refimpl.zero import init
 from refimpl.zero.gather.secondary import Secondary
 from refimpl.zero.gather.unit import Unit, unit_of
+from refimpl.zero.gather.watch import leaf_of
 from refimpl.zero.init import GatheredParameters
 from refimpl.zero.parameter import Managed, stage_of
 from refimpl.zero.zero3 import Zero3
@@ -258,3 +260,15 @@ _answers("ds_secondary_tensor", lambda p: None if (way := _second(p)) is None el
 _answers("ds_zero_param_process_group", lambda p: None if (way := _second(p)) is None else way.block.handle)
 _answers("all_gather", lambda p: _of(p, partial(_all_gather, p)))
 _answers("partition", lambda p: _of(p, partial(_partition, p)))
+
+
+def _in_place_of(name: str, tensor: Tensor) -> Any:
+    """What the parameter answers that `tensor` was saved as."""
+    leaf = leaf_of(tensor)
+    if not isinstance(leaf, Managed):
+        raise AttributeError(f"'{type(tensor).__name__}' object has no attribute '{name}'")
+    return getattr(leaf, name)
+
+
+for _name in [name for name in vars(Managed) if name.startswith("ds_")]:
+    setattr(Tensor, _name, property(partial(_in_place_of, _name)))
