@@ -96,6 +96,8 @@ def source_of(tensor: Tensor) -> Tensor | None:
 
 def leaf_of(tensor: Tensor) -> nn.Parameter | None:
     """The parameter that `tensor`, unpacked in backward, stands for: autograd adds its gradient to that one's."""
+    if isinstance(tensor, nn.Parameter):  # of which no more is asked: it may be one that has no shape yet
+        return tensor
     if not (tensor.requires_grad and tensor.is_leaf):
         return None
     leaf = getattr(get_gradient_edge(tensor).node, "variable", None)
