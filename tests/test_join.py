@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +21,8 @@ import worlds
 
 from refimpl import launch
 from refimpl.engine.assemble import connect
+from refimpl.ranks.cards import has_own_gpu, refuse_shared
 from refimpl.ranks.environment import LAUNCHERS, Place
-from refimpl.ranks.meet import has_own_gpu
 
 ROOT = Path(__file__).parents[1]
 STARTS = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "REFIMPL_")
@@ -192,6 +192,36 @@ def test_ranks_that_see_one_gpu_each_have_it_for_themselves(
 
     with ThreadPoolExecutor(2) as ranks:
         assert list(ranks.map(ask, range(2))) == [own, own]
+
+
+@pytest.mark.parametrize(
+    ("cards", "told"),
+    [
+        (("A", "B", "C"), None),
+        (("", "", ""), None),
+        (("A", "B", "A"), r"ranks \[0, 2\] have one GPU, 0:65:0 of .*CUDA_VISIBLE_DEVICES"),
+        (("A", "a", "B"), r"ranks \[0, 1\] have one GPU"),
+        (("A", "", "B"), r"ranks \[1\] have not a GPU each"),
+    ],
+)
+def test_two_ranks_of_one_card_are_told_before_nccl_is(
+    cards: tuple[str, ...], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two agents of torchrun on one machine have it, each of which deals out all GPUs. "a" is a slice of "A"."""
+    store = dist.HashStore()
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda i: SimpleNamespace(pci_domain_id=0, pci_bus_id=ord(cards[i].upper()), pci_device_id=0),
+    )
+
+    def ask(rank: int) -> None:
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl" if cards[rank] else "gloo"
+        with pytest.raises(RuntimeError, match=told) if told else nullcontext():
+            refuse_shared(Place("torchrun", rank, 3, 0, 1, ""), store, backend, device)
+
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(ask, range(3)))
 
 
 def test_a_process_that_is_alone_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import datetime
 import os
 import socket
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.attempt import of_this_attempt
+from refimpl.ranks.cards import has_own_gpu, refuse_shared
 from refimpl.ranks.environment import Place
-from refimpl.ranks.here import host
 
 BOTH = "cpu:gloo,cuda:nccl"  # one group, and for each device's tensors a library
 
@@ -43,6 +42,7 @@ def meet(place: Place, meeting: str, device: str, backend: str | None, timeout: 
     if backend == "gloo" or (backend == BOTH and chosen == "nccl"):
         chosen = backend
     mine = torch.device(devices[local_rank])
+    refuse_shared(place, store, chosen, mine)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), REFIMPL_DEVICE=str(mine))
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     if mine.type == "cuda":
@@ -74,23 +74,6 @@ def _on_this_machine(place: Place, store: Store) -> tuple[int, int]:
     store.set(f"refimpl/host/{place.rank}", mine)
     here = [rank for rank in range(place.size) if store.get(f"refimpl/host/{rank}").decode() == mine]
     return here.index(place.rank), len(here)
-
-
-def has_own_gpu(place: Place, store: Store, local_size: int) -> bool:
-    """Whether each rank of a machine sees one GPU, another each, as `srun --gpus-per-task=1` has it: its "cuda:0".
-
-    Slices of one (MIG) are not: NCCL refuses two ranks on one card, whatever slices they have.
-    """
-    sees_one = local_size > 1 and torch.cuda.device_count() == 1
-    store.set(f"refimpl/gpu/{place.rank}", _card() if sees_one else "")
-    seen = [store.get(f"refimpl/gpu/{rank}") for rank in range(place.size)] if sees_one else [b""]
-    return all(seen) and len(set(seen)) == len(seen)
-
-
-def _card() -> str:
-    """Where the card is that this process sees, or sees a slice of. A slice has a uuid of its own, and this place."""
-    gpu: Any = torch.cuda.get_device_properties(0)
-    return f"{host()} {gpu.pci_domain_id}:{gpu.pci_bus_id}:{gpu.pci_device_id}"
 
 
 def wished(device: str) -> str:
