@@ -25,8 +25,8 @@ def refuse_shared(place: Place, store: Store, backend: str, device: torch.device
     store.set(f"refimpl/card/{place.rank}", card(device.index or 0) if "nccl" in backend else "")
     seen = store.multi_get([f"refimpl/card/{rank}" for rank in range(place.size)])
     ranks_of: dict[str, list[int]] = {}
-    for rank, where in enumerate(seen):
-        ranks_of.setdefault(where.decode(), []).append(rank)
+    for rank, published in enumerate(seen):
+        ranks_of.setdefault(published.decode(), []).append(rank)
     without = ranks_of.pop("", [])
     if ranks_of and without:
         raise RuntimeError(
