@@ -171,6 +171,10 @@ def resized(stage: int) -> tuple[Any, tuple[int, ...]]:
         engine.step()
     with pytest.raises(ValueError, match=r"4 x world size 2 = 8"):
         engine.set_train_batch_size(25)
+    with pytest.raises(TypeError, match=r"gradient_accumulation_steps = 2: .*set_train_batch_size"):
+        engine._config.gradient_accumulation_steps = 2
+    with pytest.raises(TypeError, match="train_batch_size = 16"):
+        engine.config["train_batch_size"] = 16
     engine.set_train_micro_batch_size(5)
     return engine.stage.full_state_dict(), (*engine.get_batch_info(), engine.global_steps)
 

@@ -128,3 +128,12 @@ class Section(BaseModel):
 
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError(
+            f"{name} = {value!r}: the engine was built by what its configuration said, and does not ask it again. Of a "
+            "batch engine.set_train_batch_size(n) changes the micro-batches and engine.set_train_micro_batch_size(n) "
+            "their size; optimizer.param_groups have the learning rate"
+        )
+
+    __setitem__ = __setattr__
