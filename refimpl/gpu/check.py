@@ -65,12 +65,7 @@ def run_part(name: str, device: str, seconds: float, out: Path, most: float | No
         process = None
         try:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,  # a check that is killed closes it, and the part ends: see refimpl/gpu/part.py
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | settled,
-                start_new_session=True,
+                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settled, start_new_session=True
             )
             print(f"{name} ...", flush=True)
             code = process.wait(most)
@@ -85,8 +80,6 @@ def run_part(name: str, device: str, seconds: float, out: Path, most: float | No
                     os.killpg(process.pid, signal.SIGKILL)
                 with suppress(subprocess.TimeoutExpired):  # in a driver that does not answer nothing can be killed
                     process.wait(KILLED)
-                assert process.stdin is not None
-                process.stdin.close()
     lines = [json.loads(line) for line in findings.read_text().splitlines(keepends=True) if line.endswith("\n")]
     ended = ended or ("" if lines else "it found nothing")
     tail = log.read_text(errors="replace").splitlines()[-40:] if ended else []

@@ -324,35 +324,6 @@ def test_whoever_ends_the_check_finds_a_report(end: signal.Signals, tmp_path: Pa
     assert (part["name"], part["ended"]) == ("races", "stopped from outside")
 
 
-ENDLESS = """
-import os, subprocess, threading
-from refimpl.gpu.part import Finding
-
-def run(device, seconds):
-    subprocess.Popen(["cat", os.environ["HELD"]])
-    yield Finding("begun", os.getpid())
-    threading.Event().wait()
-"""
-
-
-def test_a_check_that_is_killed_leaves_no_part_on_the_gpu(tmp_path: Path) -> None:
-    """Nor what the part has started, which is `cat` here: both hold the pipe that their log is."""
-    (tmp_path / "sitecustomize.py").write_text(f"import refimpl.gpu\nrefimpl.gpu.__path__.append({str(tmp_path)!r})")
-    (tmp_path / "endless.py").write_text(ENDLESS)
-    log, held = tmp_path / "endless.log", tmp_path / "held"
-    for pipe in (log, held):
-        os.mkfifo(pipe)
-    run = "from pathlib import Path; from refimpl.gpu.check import run_part"
-    command = [sys.executable, "-c", f"{run}; run_part('endless', 'cpu', 600, Path({str(tmp_path)!r}))"]
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path, "HELD": str(held)}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process, log.open("rb", 0) as said:
-        assert said.readline().startswith(b"begun")
-        process.kill()
-        assert select.select([said], [], [], 60)[0] == [said]  # nobody can write any more
-        assert said.read() == b""
-
-
 def test_a_tool_that_does_not_work_here_says_nothing_of_ours(tmp_path: Path) -> None:
     tool = tmp_path / "tool"
     found = []
