@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from refimpl import launch
+from refimpl.ranks.life import held, until_closed
 from refimpl.ranks.travel import dumps, loads
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def run(
     if ranks < 2 or ranks % 2:
         raise ValueError(f"two nodes have an even number of ranks, not {ranks}")
     each = ranks // 2
-    with two_nodes() as nodes, tempfile.TemporaryDirectory(prefix="refimpl-") as name, _life() as life:
+    with two_nodes() as nodes, tempfile.TemporaryDirectory(prefix="refimpl-") as name, held() as life:
         folder = Path(name)
         (folder / "work").write_bytes(dumps((fn, args)))
         processes = []
@@ -64,17 +65,6 @@ def run(
                 "\n".join(f"rank {rank} failed:\n{text}" for rank, text in zip(failed, said, strict=True))
             )
         return [loads((folder / f"result-{rank}").read_bytes()) for rank in range(ranks)]
-
-
-@contextmanager
-def _life() -> Iterator[int]:
-    """What a rank reads from: it ends when this process does."""
-    ours, theirs = os.pipe()[::-1]
-    try:
-        yield theirs
-    finally:
-        os.close(theirs)
-        os.close(ours)
 
 
 @contextmanager
@@ -149,7 +139,7 @@ def _place(rank: int, ranks: int, each: int) -> dict[str, str]:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()
+    until_closed(sys.stdin.fileno())
     os._exit(1)
 
 

@@ -24,6 +24,7 @@ import torch
 from refimpl.gpu import libcuda
 from refimpl.gpu.report import Report, Result, why_none
 from refimpl.ranks.errors import signal_name
+from refimpl.ranks.life import held
 
 # In this order, with the seconds that each should take.
 PARTS = {
@@ -47,25 +48,18 @@ MINIATURE = 300.0  # for each, on a CPU that may be busy with other things
 def run_part(name: str, device: str, seconds: float, out: Path, most: float | None = None) -> Result:
     """One part, which aims at `seconds` and is killed after `most`, and all that it started with it.
 
-    Its output goes to `out`/NAME.log.
+    So it is where this process is killed. Its output goes to `out`/NAME.log.
     """
     most = most or seconds
     findings, log = out / f"{name}.jsonl", out / f"{name}.log"
     findings.write_text("")
-    # NVIDIA's containers ask for TF32; then fp32 is not near a CPU's.
-    settled = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "PYTHONUNBUFFERED": "1"}
-    settled["PYTHONFAULTHANDLER"] = "1"  # a crash says where
-    compiled = str((out / "compiled").absolute())  # torch imports no optimizer where it cannot make its folder
-    settled |= {"TRITON_CACHE_DIR": compiled, "TORCHINDUCTOR_CACHE_DIR": compiled}
-    if folder := libcuda.missed():
-        settled[libcuda.VARIABLE] = folder
     begun = time.monotonic()
     command = [sys.executable, "-m", "refimpl.gpu.part", name, device, str(seconds), str(begun + most), str(findings)]
-    with log.open("w") as output:
+    with log.open("w") as output, held() as life:
         process = None
         try:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settled, start_new_session=True
+                command, stdin=life, stdout=output, stderr=subprocess.STDOUT, env=settled(out), start_new_session=True
             )
             print(f"{name} ...", flush=True)
             code = process.wait(most)
@@ -84,6 +78,18 @@ def run_part(name: str, device: str, seconds: float, out: Path, most: float | No
     ended = ended or ("" if lines else "it found nothing")
     tail = log.read_text(errors="replace").splitlines()[-40:] if ended else []
     return Result(name, round(time.monotonic() - begun, 1), ended, lines, tail)
+
+
+def settled(out: Path) -> dict[str, str]:
+    """A part's environment."""
+    # NVIDIA's containers ask for TF32; then fp32 is not near a CPU's.
+    said = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "PYTHONUNBUFFERED": "1"}
+    said["PYTHONFAULTHANDLER"] = "1"  # a crash says where
+    compiled = str((out / "compiled").absolute())  # torch imports no optimizer where it cannot make its folder
+    said |= {"TRITON_CACHE_DIR": compiled, "TORCHINDUCTOR_CACHE_DIR": compiled}
+    if folder := libcuda.missed():
+        said[libcuda.VARIABLE] = folder
+    return os.environ | said
 
 
 def check(device: str, out: Path, parts: Sequence[str], total: float = TOTAL, begun: float | None = None) -> Report:

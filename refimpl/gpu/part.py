@@ -2,7 +2,8 @@
 
 A part is a module with `run(device, seconds)`, a generator of findings. Each finding is written as soon as it is there,
 so that a part which crashes or runs out of time leaves what it found before. It is killed at the instant UNTIL of this
-machine's monotonic clock: just before, it says where each thread stands.
+machine's monotonic clock: just before, it says where each thread stands. It leads a process group, and its input is a
+pipe: when nobody holds the other end, because the check was killed, it and all that it has started end.
 """
 
 import faulthandler
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from refimpl.ranks import life
 
 
 @dataclass(frozen=True)
@@ -47,4 +50,5 @@ def main(name: str, device: str, seconds: str, until: str, file: str) -> None:
 
 
 if __name__ == "__main__":
+    life.tie(lambda: life.until_closed(sys.stdin.fileno()))
     main(*sys.argv[1:])

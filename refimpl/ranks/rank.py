@@ -30,7 +30,7 @@ if sys.platform == "win32":
     raise ImportError("refimpl starts its ranks through a fork server, which Windows lacks: use Linux, macOS or WSL")
 from multiprocessing.context import ForkServerProcess
 
-from refimpl.ranks import flight, folder
+from refimpl.ranks import flight, folder, life
 from refimpl.ranks.allocator import keep_freed_memory
 from refimpl.ranks.lost import is_echo
 from refimpl.ranks.settings import Settings
@@ -91,7 +91,7 @@ class Rank(ForkServerProcess):
             if self.life.poll(1.0):
                 return  # the caller has ended before this rank began, by Ctrl-C, and has taken the folder away
             raise
-        threading.Thread(target=self._die_with_caller, daemon=True).start()
+        life.tie(self._listen)
         faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
         sys.stdout, sys.stderr = _Output(self, "stdout", 1), _Output(self, "stderr", 2)
         self._attempt(self._connect)
@@ -157,7 +157,8 @@ class Rank(ForkServerProcess):
             with suppress(OSError):
                 self.spare = spare()
 
-    def _die_with_caller(self) -> None:
+    def _listen(self) -> None:
+        """What the caller asks, until it is gone."""
         try:
             # What torch keeps for a thread is made at its first call. A rank whose memory is full later, which the
             # answers are then to tell of, would be aborted by it; a thread begun then likewise.
@@ -169,7 +170,6 @@ class Rank(ForkServerProcess):
                     flight.write(self.setup.flight_file(self.number))
         finally:
             shutil.rmtree(self.setup.directory, ignore_errors=True)
-            os.killpg(0, signal.SIGKILL)
 
 
 def spare() -> mmap.mmap:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,6 +309,55 @@ def test_what_a_part_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pyt
     assert run_part("machine", "cpu", 60, tmp_path).ended == "it found nothing"
     assert select.select([reader], [], [], 30)[0] == [reader]  # nobody writes any more
     os.close(reader)
+
+
+STAYS = """#!{python}
+import runpy, signal, subprocess, sys
+from types import SimpleNamespace
+from refimpl import launch
+
+def stay():
+    import os, signal, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    launch.report([os.getpid(), child.pid])
+    signal.pause()
+
+def run(device, seconds):
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    print(child.pid, flush=True)
+    launch.run(stay, ranks=2, timeout=None, on_report=lambda rank, pids: print(*pids, flush=True))
+    yield
+
+sys.modules["refimpl.gpu.stays"] = SimpleNamespace(run=run)
+print(__import__("os").getpid(), flush=True)
+del sys.argv[1:3]
+runpy.run_module("refimpl.gpu.part", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells when a process that is no child has ended")
+def test_no_part_outlives_a_check_that_is_killed(tmp_path: Path) -> None:
+    """Nor does what the part has started, and its ranks have: they would hold the GPU."""
+    program, log = tmp_path / "python", tmp_path / "stays.log"
+    program.write_text(STAYS.format(python=sys.executable))
+    program.chmod(0o755)
+    os.mkfifo(log)  # what a part prints goes to its log
+    code = "import sys; from pathlib import Path; from refimpl.gpu.check import run_part; sys.executable = sys.argv[1];"
+    code += "run_part('stays', 'cpu', 300, Path(sys.argv[2]))"
+    check = subprocess.Popen([sys.executable, "-c", code, program, tmp_path])
+    with log.open("r+b", buffering=0) as printed:  # also to write: it has no end
+        pids = [int(word) for _ in range(4) for word in printed.readline().split()]
+    ends = [os.pidfd_open(pid) for pid in pids]
+    try:
+        check.kill()
+        check.wait()
+        gone = [bool(select.select([end], [], [], 30)[0]) for end in ends]
+    finally:
+        for end in ends:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(end, signal.SIGKILL)
+            os.close(end)
+    assert gone == [True] * 6, "the part, its child, two ranks and a child of each"
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
