@@ -76,7 +76,7 @@ class Watch:
         # Which may run a checkpointed function again.
         tensor = self.unpack_around(kept) if self.unpack_around else kept
         if unit is not None and not unit.is_whole:
-            if not unit.asked("backward"):
+            if unit.is_free and not unit.asked("backward"):
                 raise RuntimeError(
                     f"backward needs the weights of {unit.name}, and their stage is gone: nothing holds the model, the "
                     "optimizer or the stage any more. Keep one of them until backward is through"
