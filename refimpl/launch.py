@@ -86,8 +86,9 @@ def join(
     and LOCAL_WORLD_SIZE are set afterwards. The group is destroyed at exit. Nothing happens where the ranks are joined
     already, as inside `run`.
 
-    Raises RuntimeError if no launcher started this process, if nobody says where to meet, or for "cuda" without GPU;
-    ValueError for another backend or device, for half a place, and for a rank that is not below world_size.
+    Raises RuntimeError if no launcher started this process, if nobody says where to meet, for "cuda" without GPU, and
+    where two ranks would speak NCCL on one card; ValueError for another backend or device, for half a place, and for a
+    rank that is not below world_size.
     """
     backend = backend and ",".join(sorted(backend.split(",")))
     if backend not in (None, "nccl", "gloo", BOTH):

@@ -1,5 +1,7 @@
 """Which card each rank has: NCCL takes one rank a card, whatever its slices (MIG), and says "Duplicate GPU" of two."""
 
+import os
+import socket
 from typing import Any
 
 import torch
@@ -20,27 +22,34 @@ def has_own_gpu(place: Place, store: Store, local_size: int) -> bool:
 def refuse_shared(place: Place, store: Store, backend: str, device: torch.device) -> None:
     """RuntimeError on every rank if two speak NCCL from one card, or one speaks NCCL and another does not.
 
-    As where two agents of torchrun on one machine deal out all of its GPUs each, or where one machine has none.
+    As where two agents of torchrun on one machine deal out all of its GPUs each, or where one machine has none. A newer
+    NCCL takes ranks that share a card, where the environment says so.
     """
-    store.set(f"refimpl/card/{place.rank}", card(device.index or 0) if "nccl" in backend else "")
+    mine = f"{card(device.index or 0)} of {socket.gethostname()}" if "nccl" in backend else ""
+    store.set(f"refimpl/card/{place.rank}", mine)
     seen = store.multi_get([f"refimpl/card/{rank}" for rank in range(place.size)])
     ranks_of: dict[str, list[int]] = {}
     for rank, published in enumerate(seen):
         ranks_of.setdefault(published.decode(), []).append(rank)
     without = ranks_of.pop("", [])
-    if ranks_of and without:
+    shared = {where: ranks for where, ranks in ranks_of.items() if len(ranks) > 1}
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        shared = {}
+    if not (shared or (ranks_of and without)):
+        return
+    store.set(f"refimpl/card/{place.rank}/told", "")
+    if place.rank == 0:  # it may hold the store, which ends with it
+        store.wait([f"refimpl/card/{rank}/told" for rank in range(place.size)])
+    if without:
         raise RuntimeError(
             f"ranks {without} have not a GPU each on their machine, and the others speak NCCL: start as many ranks as "
             "GPUs on every machine, or say device='cpu' on all"
         )
-    for where, ranks in ranks_of.items():
-        if len(ranks) > 1:
-            machine, bus = where.rsplit(" ", 1)
-            raise RuntimeError(
-                f'ranks {ranks} have one GPU, {bus} of {machine}, which NCCL refuses ("Duplicate GPU detected"): start '
-                "one torchrun a machine, or give each GPUs of its own by CUDA_VISIBLE_DEVICES; with backend='gloo' "
-                "they share it, slowly"
-            )
+    told = "; ".join(f"ranks {ranks} have one GPU, {where.split(' ', 1)[1]}" for where, ranks in shared.items())
+    raise RuntimeError(
+        f'{told}: NCCL needs one for each ("Duplicate GPU detected"). Start one torchrun a machine, or give each GPUs '
+        "of its own by CUDA_VISIBLE_DEVICES; with backend='gloo' and device='cuda' ranks share one, slowly"
+    )
 
 
 def card(index: int) -> str:
