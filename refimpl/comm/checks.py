@@ -1,5 +1,7 @@
 """What a call can be seen to be wrong about before it begins: a ValueError names the call, the value and the remedy."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -8,11 +10,16 @@ from refimpl.comm.collectives import NATIVE
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch moves, and cannot add
 
 
-def tensors(call: str, **given: Tensor | list[Tensor]) -> None:
-    """Each must be contiguous, as it travels as one piece of memory; all of one dtype, as nothing is converted."""
+def tensors(call: str, served: Collection[str] = (), **given: Tensor | list[Tensor]) -> None:
+    """Each must be contiguous, as it travels as one piece of memory; all of one dtype, as nothing is converted.
+
+    served: the types of device that the group has a library for, if there are others.
+    """
     first = dtype = None
     for name, value in given.items():
         for tensor in value if isinstance(value, list) else (value,):
+            if served and tensor.device.type not in served:
+                raise elsewhere(call, name, tensor, served)
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{call}: {name} is {tensor.layout}, not one piece of memory: pass {name}.to_dense()")
             if not tensor.is_contiguous():
@@ -24,11 +31,21 @@ def tensors(call: str, **given: Tensor | list[Tensor]) -> None:
                 raise ValueError(f"{call}: {first} is {dtype}, {name} is {tensor.dtype}: they must have one dtype")
 
 
-def reduction(call: str, op: str, x: Tensor, out: Tensor) -> None:
+def elsewhere(call: str, name: str, tensor: Tensor, served: Collection[str]) -> ValueError:
+    """What is wrong with a tensor on a device for which the group has no library, as on the CPU where it is NCCL."""
+    there = " or ".join(sorted(served))
+    return ValueError(
+        f"{call}: {name} is on {tensor.device}, and the group has a library for tensors on {there} alone: pass "
+        f'{name}.to("{min(served)}"), or a group that has one for both, as init_process_group("cpu:gloo,cuda:nccl") '
+        'makes it or, for the CPU, new_group(backend="gloo")'
+    )
+
+
+def reduction(call: str, op: str, x: Tensor, out: Tensor, served: Collection[str] = ()) -> None:
     """x and out must be contiguous, and the reduction must exist for x's dtype; out's may be wider."""
-    tensors(call, x=x)
+    tensors(call, served, x=x)
     if out is not x:
-        tensors(call, out=out)
+        tensors(call, served, out=out)
     if op not in NATIVE:
         raise ValueError(f"{call}: op must be one of {', '.join(NATIVE)}, not {op!r}")
     if x.dtype in UNSIGNED or (x.is_floating_point() and x.element_size() == 1):

@@ -28,7 +28,7 @@ from refimpl.comm.control import Control
 from refimpl.comm.link import Link
 from refimpl.comm.logged import entered
 from refimpl.comm.nodes import refuse_uneven
-from refimpl.comm.process_group import backend_of, device_of
+from refimpl.comm.process_group import backend_of, device_of, served
 from refimpl.comm.route import Route
 from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Transport
@@ -66,6 +66,7 @@ class Group(Control):
             raise ValueError(f"rank {dist.get_rank()} is not in this process group: let its members alone make a Group")
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
+        self.served = served(handle)
         self.streams = streams or streams_of(self.device)
         self.ledger = ledger or Ledger()
         self.deterministic = deterministic
@@ -169,7 +170,7 @@ class Group(Control):
 
         Over gloo, and over a slow link, all ranks must say the same of `async_op`.
         """
-        checks.reduction("all_reduce", op, x, x)
+        checks.reduction("all_reduce", op, x, x, self.served)
         sent = collectives.sent_in_all_reduce(x.numel(), self.rank, self.size) * x.element_size()
         agreed = self._agreed(f"all_reduce ({op}) of {_words(x)}", tag)
         with agreed:
@@ -189,7 +190,7 @@ class Group(Control):
         """
         if x.numel() != out.numel() * self.size:
             raise ValueError(f"reduce_scatter: x has {x.numel()} elements, out {out.numel()}, ranks {self.size}")
-        checks.reduction("reduce_scatter", op, x, out)
+        checks.reduction("reduce_scatter", op, x, out, self.served)
         sent = (x.numel() - out.numel()) * x.element_size()
         agreed = self._agreed(f"reduce_scatter ({op}) of {_words(x)}", tag)
         with agreed:
@@ -205,7 +206,7 @@ class Group(Control):
         if sizes != ([x.numel() * self.size] if isinstance(out, Tensor) else [x.numel()] * self.size):
             has = " + ".join(map(str, sizes))
             raise ValueError(f"all_gather: out has {has} elements, x {x.numel()}, ranks {self.size}")
-        checks.tensors("all_gather", x=x, out=out)
+        checks.tensors("all_gather", self.served, x=x, out=out)
         flat = (
             out.detach().view(self.size, -1).unbind() if isinstance(out, Tensor) else [c.detach().view(-1) for c in out]
         )
@@ -229,7 +230,7 @@ class Group(Control):
 
         Either no rank gives splits, or each gives some: of the rows that it sends, that it receives, or both.
         """
-        checks.tensors("all_to_all", x=x, out=out)
+        checks.tensors("all_to_all", self.served, x=x, out=out)
         kept = checks.splits("all_to_all", self.rank, self.size, x=(x, in_splits), out=(out, out_splits))
         sent = (x.numel() - kept) * x.element_size()
         what, parts = f"all_to_all of {_words(x)}", list[Part]()
@@ -246,7 +247,7 @@ class Group(Control):
         (On gloo others relay it, in a binomial tree, of which the root itself sends n log2(N), rounded up.)
         """
         checks.member("broadcast", "root", root, self.size)
-        checks.tensors("broadcast", x=x)
+        checks.tensors("broadcast", self.served, x=x)
         sent = x.numel() * x.element_size() * (self.size - 1) if self.rank == root else 0
         agreed = self._agreed(f"broadcast of {_words(x)} from {self.ranks[root]}", tag)
         with agreed:
@@ -256,7 +257,7 @@ class Group(Control):
     def send(self, x: Tensor, to: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Send x to rank `to` of this group, which must call `recv`. Sends n bytes. ValueError if there is no such."""
         checks.other("send", "to", to, self.size, self.rank)
-        checks.tensors("send", x=x)
+        checks.tensors("send", self.served, x=x)
         steps = self.messages.send(x, to)  # first: on a slow link it leaves at this instant
         sent = x.numel() * x.element_size()
         agreed = self._agreed(f"send of {_words(x)} to {self.ranks[to]}", tag, [((self.rank, to), _words(x))])
@@ -265,7 +266,7 @@ class Group(Control):
     def recv(self, x: Tensor, source: int, *, async_op: bool = False, tag: str = "") -> Work:
         """Fill x with what rank `source` of this group sends. Sends nothing itself. ValueError if there is no such."""
         checks.other("recv", "source", source, self.size, self.rank)
-        checks.tensors("recv", x=x)
+        checks.tensors("recv", self.served, x=x)
         words = f"recv of {_words(x)} from {self.ranks[source]}"
         agreed = self._agreed(words, tag, [((source, self.rank), _words(x))])
         return self._run("recv", 0, tag, async_op, agreed.message(self.messages.recv(x, source)), x)
@@ -278,8 +279,8 @@ class Group(Control):
         """
         checks.other("send_recv", "to", to, self.size, self.rank)
         checks.other("send_recv", "source", source, self.size, self.rank)
-        checks.tensors("send_recv", x=x)
-        checks.tensors("send_recv", out=out)
+        checks.tensors("send_recv", self.served, x=x)
+        checks.tensors("send_recv", self.served, out=out)
         begun = self.messages.send_recv(x, to, out, source)
         what = f"send_recv of {_words(x)} to {self.ranks[to]} and {_words(out)} from {self.ranks[source]}"
         parts = [((self.rank, to), _words(x)), ((source, self.rank), _words(out))]

@@ -52,6 +52,12 @@ def backend_of(handle: dist.ProcessGroup | None, device: torch.device) -> str:
     return libraries[device.type]
 
 
+def served(handle: dist.ProcessGroup | None) -> frozenset[str]:
+    """The types of device whose tensors the group's libraries take; none for a group of one, where nothing is sent."""
+    config = dist.get_backend_config(handle) if handle is not None else ""
+    return frozenset(pair.split(":")[0] for pair in config.split(",") if pair)
+
+
 def by_name(name: str) -> dist.ProcessGroup:
     """torch's group of this name: who still holds one when Python exits makes the process abort."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

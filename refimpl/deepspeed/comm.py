@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from refimpl import launch
 from refimpl.comm.native import current
 from refimpl.deepspeed.accelerator import get_accelerator
-from refimpl.deepspeed.timed import timed_op
+from refimpl.deepspeed.timed import refuse_elsewhere, timed_op
 from refimpl.deepspeed.utils.comms_logging import CommsLogger
 from refimpl.deepspeed.utils.logging import logger
 from refimpl.engine.engine import Engine
@@ -79,6 +79,8 @@ def batch_isend_irecv(
     p2p_op_list: Sequence[P2POp], prof: bool = False, log_name: str = "", debug: Any = ""
 ) -> list[dist.Work]:
     """Start these messages as one, and return what can be waited for. Not logged: they have no one size."""
+    for p in p2p_op_list:
+        refuse_elsewhere(p.op.__name__, [p.tensor], p.group)
     return dist.batch_isend_irecv([dist.P2POp(p.op, p.tensor, p.peer, p.group, p.tag) for p in p2p_op_list])
 
 

@@ -8,12 +8,14 @@ for its table has no formula for that; here objects are not logged.
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from refimpl.comm import checks
+from refimpl.comm.process_group import served
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.utils.comms_logging import CommsLogger
 from refimpl.measure.comms_log import EXCHANGES, GATHERS
@@ -47,14 +49,17 @@ class Pending:
 def timed_op(log: CommsLogger, torchs: Callable[..., Any], op: str, name: str = "") -> Callable[..., Any]:
     """`torchs`, entered in `log` as a call of `op`, under `name` (or `op`) unless the caller gives a log_name."""
     own = list(inspect.signature(torchs).parameters)
+    group_at = own.index("group")
     renamed = dict(zip(OTHERWISE.get(op, ()), own, strict=False))
     at = int(op in SECOND)
 
     @functools.wraps(torchs)
     def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = "", **kwargs: Any) -> Any:
         kwargs = {renamed.get(key, key): value for key, value in kwargs.items()}
+        group = args[group_at] if len(args) > group_at else kwargs.get("group")
+        refuse_elsewhere(op, [*args, *kwargs.values()], group)
         known = log_name or name or op
-        ranks = dist.get_world_size(kwargs.get("group")) if log.enabled and dist.is_initialized() else -1
+        ranks = dist.get_world_size(group) if log.enabled and dist.is_initialized() else -1
         if ranks < 1 or not log.wants(known, op, prof=prof):  # -1: this rank is not in the group
             return torchs(*args, **kwargs)
         size = size_of(args[at] if len(args) > at else kwargs.get(own[at]))
@@ -76,6 +81,19 @@ def timed_op(log: CommsLogger, torchs: Callable[..., Any], op: str, name: str = 
         return result
 
     return call
+
+
+def refuse_elsewhere(call: str, given: Sequence[Any], group: Any) -> None:
+    """ValueError, which names the remedy, for a tensor on a device for which the group has no library.
+
+    A rank that is not in the group sends nothing.
+    """
+    if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    there = served(group or dist.group.WORLD)
+    for tensor in (tensor for one in given for tensor in (one if isinstance(one, list | tuple) else [one])):
+        if isinstance(tensor, Tensor) and tensor.device.type not in there:
+            raise checks.elsewhere(call, "tensor", tensor, there)
 
 
 def size_of(message: Any) -> int:

@@ -172,3 +172,29 @@ def inferred(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["gloo", worlds.NEAR])
 def test_a_collective_begun_in_inference_mode_is_waited_for_outside_it(transport: str) -> None:
     worlds.run(inferred, transport, ranks=2, device="cpu")
+
+
+def elsewhere() -> None:
+    """As in a job of NCCL alone, with gloo in its place: nothing is begun."""
+    handle = dist.new_group(backend="cuda:gloo")
+    group = Group(handle, device=torch.device("cuda"), streams=Streams())
+    x, other = torch.ones(group.size), 1 - group.rank
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (group.all_reduce, (x,)),
+        (group.reduce_scatter, (x[:1], x)),
+        (group.all_gather, (x, x[:1])),
+        (group.all_gather, (list(x.split(1)), x[:1])),  # type: ignore[no-untyped-call]
+        (group.all_to_all, (x, x)),
+        (group.broadcast, (x,)),
+        (group.send, (x, other)),
+        (group.recv, (x, other)),
+        (group.send_recv, (x, other, x.clone(), other)),
+    ]
+    for call, args in calls:
+        with pytest.raises(ValueError, match=r'is on cpu, and .* on cuda alone: pass \w+\.to\("cuda"\), or a group'):
+            call(*args)
+    assert group.ledger.calls() == {}
+
+
+def test_a_tensor_on_a_device_that_the_group_does_not_serve_is_refused() -> None:
+    worlds.run(elsewhere, ranks=2)

@@ -15,6 +15,7 @@ from refimpl import deepspeed
 from refimpl.deepspeed import comm as dist
 from refimpl.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from refimpl.deepspeed.utils import groups
+from refimpl.ranks import meet
 
 
 def row(rank: int, size: int) -> Tensor:
@@ -182,6 +183,7 @@ def test_a_library_for_each_device(gpus: int, taken: str, monkeypatch: pytest.Mo
     monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(meet, "_card", str)
     monkeypatch.setattr(torch_dist, "init_process_group", lambda backend, **more: made.append(backend))
     dist.init_distributed(dist_backend="cuda:nccl,cpu:gloo")
     assert made == [taken]
@@ -212,6 +214,43 @@ def test_ranks_that_name_a_meeting_point_themselves(tmp_path: object) -> None:
         file.write(code)
     said = run_python("-m", "refimpl.as_deepspeed", script, f"file://{tmp_path}/meet", "0")
     assert said.split() == ["met", "met"]
+
+
+def elsewhere() -> None:
+    """As on NCCL, with gloo in its place."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="cuda:gloo")
+    x, rows, other = torch.ones(size), [torch.ones(1) for _ in range(size)], 1 - rank
+    for call, args in (
+        (dist.all_reduce, (x,)),
+        (dist.inference_all_reduce, (x,)),
+        (dist.all_gather, (rows, x[:1])),
+        (dist.all_gather_into_tensor, (x, x[:1])),
+        (dist.reduce_scatter_tensor, (x[:1], x)),
+        (dist.reduce_scatter, (x[:1], rows)),
+        (dist.all_to_all_single, (x, x)),
+        (dist.all_to_all, (rows, rows)),
+        (dist.broadcast, (x, 0)),
+        (dist.reduce, (x, 0)),
+        (dist.gather, (x[:1], rows if rank == 0 else None)),
+        (dist.scatter, (x[:1], rows if rank == 0 else None)),
+        (dist.send, (x, other)),
+        (dist.recv, (x, other)),
+        (dist.isend, (x, other)),
+        (dist.irecv, (x, other)),
+        (dist.all_reduce_coalesced, ([x, x],)),
+        (dist.all_gather_coalesced, ([x], [x[:1]])),
+    ):
+        with pytest.raises(ValueError, match=r"is on cpu, and .* on cuda alone: pass tensor\.to"):
+            call(*args, group=group)
+    with pytest.raises(ValueError, match=r"irecv: tensor is on cpu"):
+        dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, other, group)])
+    only = dist.new_group([0])
+    dist.all_reduce(x, group=only)  # torch's warning, on the rank that is not in it, says enough
+
+
+def test_a_tensor_on_a_device_that_the_group_does_not_serve_is_refused() -> None:
+    worlds.run(elsewhere, ranks=2, device="cpu")
 
 
 def coalesced() -> None:
