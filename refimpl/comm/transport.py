@@ -13,6 +13,7 @@ transport, a stream of its own: each starts when what the caller's stream was gi
 """
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,13 +165,25 @@ class Library(Transport):
             x.copy_(here)
 
     def send_recv(self, x: Tensor, to: int, out: Tensor, source: int) -> Steps:
-        """NCCL runs unbatched sends of a group one after the other: if all ranks send first, none receives."""
+        """NCCL runs unbatched sends of a group one after the other: if all ranks send first, none receives.
+
+        A batch goes by the communicator of the whole group, which is made by the group's first call unless the group
+        is bound to a device: of a batch that some ranks alone call all would wait for the others. Two ranks that swap
+        then take turns, by a communicator of their own.
+        """
         there, here = self._on_wire(x), self._on_wire(out)
 
         def both() -> list[Any]:
-            sending = dist.P2POp(dist.isend, there, group=self.handle, group_peer=to)
-            receiving = dist.P2POp(dist.irecv, here, group=self.handle, group_peer=source)
-            return list(dist.batch_isend_irecv([sending, receiving]))
+            group = self.handle
+            if to == source and not self.host_waits and self.size > 2 and group.bound_device_id is None:
+                sending = partial(dist.isend, there, group=group, group_dst=to)
+                receiving = partial(dist.irecv, here, group=group, group_src=source)
+                return [call() for call in ([sending, receiving] if self.rank < to else [receiving, sending])]
+            ops = [
+                dist.P2POp(dist.isend, there, group=group, group_peer=to),
+                dist.P2POp(dist.irecv, here, group=group, group_peer=source),
+            ]
+            return list(dist.batch_isend_irecv(ops))
 
         yield both
         if here.device != out.device:

@@ -1,8 +1,10 @@
 """Tensors of any dtype and shape: moved bit for bit by every way, added where torch can add them, else refused."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -198,3 +200,26 @@ def elsewhere() -> None:
 
 def test_a_tensor_on_a_device_that_the_group_does_not_serve_is_refused() -> None:
     worlds.run(elsewhere, ranks=2)
+
+
+def swapped() -> list[str]:
+    """Ranks 0 and 2 alone, by NCCL's way, which gloo speaks: which of torch's calls they made, in order."""
+    world, made = dist.group.WORLD, list[str]()
+    group = Group(world, transport=Native(world, "nccl", Streams()))
+    with ExitStack() as stack:
+        for name in ("isend", "irecv", "batch_isend_irecv"):
+            torchs = getattr(dist, name)
+            watched = Mock(
+                side_effect=lambda *args, of=name, call=torchs, **more: made.append(of) or call(*args, **more)
+            )
+            stack.enter_context(patch.object(dist, name, watched))
+        if group.rank != 1:
+            x, out = torch.full((1 << 20,), float(group.rank)), torch.empty(1 << 20)
+            group.send_recv(x, 2 - group.rank, out, 2 - group.rank)
+            assert torch.equal(out, 2 - x)
+    return made
+
+
+def test_two_of_several_ranks_swap_without_a_communicator_of_all() -> None:
+    """NCCL makes that at a group's first call, for which all must come, where torch is told no device."""
+    assert worlds.run(swapped, ranks=3) == [["isend", "irecv"], [], ["irecv", "isend"]]
