@@ -238,11 +238,13 @@ def overlap(answer: Answer, group: WatchedGroup) -> None:
 
 
 def out_of_turn(answer: Answer, group: WatchedGroup) -> None:
-    """One gradient can make two buckets ready to go."""
+    """One gradient can make two buckets ready to go, and a bucket that is full may have to wait for its turn."""
     watched, layers = group.fresh(), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+    mark_gradients(layers, watched.ledger)
     gradients = new_shards(answer, layers, watched, 30)
     layers[0](torch.tanh(layers[1](torch.ones(2, 5)))).sum().backward()
     sent = watched.ledger.calls().get("reduce_scatter", 0)
+    not_too_early(watched.ledger.events, [["1.bias", "1.weight"], ["0.bias", "0.weight"]], "reduce_scatter")
     gradients.finish()
     late = f"{sent} of 2 buckets leave in backward, and both are full: launch all that can go (`while`, not `if`)"
     require(sent == 2, late)

@@ -104,6 +104,9 @@ def judge_norm(found: float, norm: float, everyones: list[dict[str, Tensor]], ow
             lambda n, t: tuple(t.tolist())
         ),
         "it is the sum of the ranks' norms: add up squares, then take one root": sum(own),
+        "it is the sum of the tensors' norms: add up squares, then take one root": sum(
+            float(t.double().norm()) for shards in everyones for t in {id(t): t for t in shards.values()}.values()
+        ),
         "it is the norm after clipping": min(norm, limit),
         "it is the largest of the ranks' norms: sum their squares": max(own),
         "it is the root of the mean of the ranks' squares: sum them": norm / len(everyones) ** 0.5,
