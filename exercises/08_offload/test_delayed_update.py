@@ -135,6 +135,8 @@ def test_DelayedUpdate(answer: Answer, group: WatchedGroup) -> None:
     require(bool((net.always.weight == 0).all()), "a second finish() changes the weights: the update was given already")
     case("float64, and the thread begins its work after the gradients were zeroed")
     judge_late_start(answer)
+    case("two steps: is the first update given to the model before the second begins?")
+    judge_turns(answer)
     case("finish() after each step(), as before an evaluation")
     judge_again(answer)
     case("the optimizer raises an error in the thread")
@@ -196,9 +198,11 @@ class Late:
     """A thread that is busy until `may` is set."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.may = inner, Event()
+        self.inner, self.may, self.asked = inner, Event(), False
 
     def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        self.asked = True
+
         def work() -> Any:
             self.may.wait(PATIENCE)
             return fn(*args, **kwargs)
@@ -208,20 +212,59 @@ class Late:
 
 def judge_late_start(answer: Answer) -> None:
     """What the thread is handed must be whole before step() returns."""
-    net, twin = Net().double(), Net().double()
+    net, twin, decayed = (Net().double() for _ in range(3))
     late = answer.DelayedUpdate(list(net.parameters()), adamw)
-    late.thread = Late(late.thread)
-    for model in (net, twin):
+    late.thread = thread = Late(late.thread)
+    for model in (net, twin, decayed):
         model.always(torch.ones(7, dtype=torch.float64)).square().sum().backward()
-    adamw(twin.parameters()).step()
+    decayed.zero_grad(set_to_none=False)
+    for model in (twin, decayed):
+        adamw(model.parameters()).step()
     late.step()
+    own = "the update begins in another thread than self.thread: one is there for all steps, self.thread.submit(fn)"
+    require(thread.asked, own)
     net.zero_grad(set_to_none=False)
-    late.thread.may.set()
+    thread.may.set()
     late.finish()
     for name, found in weights(net).items():
         expected = weights(twin)[name]
-        rounded = {"rounded to fp32 on its way: keep the parameter's dtype": expected.float().double()}
-        equal(found, expected, f"{name} after step() and finish()", known=rounded, rtol=1e-12, atol=0)
+        known = {
+            "rounded to fp32 on its way: keep the parameter's dtype": expected.float().double(),
+            "the gradients were read in the thread, when they were zeroed: copy them in step()": weights(decayed)[name],
+        }
+        equal(found, expected, f"{name} after step() and finish()", known=known, rtol=1e-12, atol=0)
+
+
+class Orderly:
+    """A thread that ends an update before anybody goes on, and is given one when the model has what the last one made.
+
+    So what races elsewhere (the next update changes masters while they are copied) is seen here in every run.
+    """
+
+    def __init__(self, late: Any) -> None:
+        self.late, self.inner, self.early = late, late.thread, False
+
+    def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = zip(self.late.params, self.late.masters, strict=True)
+        self.early = self.early or not all(torch.equal(p, master) for p, master in pairs)
+        future = self.inner.submit(fn, *args, **kwargs)
+        future.exception(PATIENCE)
+        return future
+
+
+def judge_turns(answer: Answer) -> None:
+    """An update is given to the model before the next begins."""
+    net = Net()
+    late = answer.DelayedUpdate(list(net.parameters()), adamw)
+    late.thread = thread = Orderly(late)
+    for step in range(2):
+        net.loss(step).backward()
+        late.step()
+        net.zero_grad()
+    torn = (
+        "the next update begins before the masters are copied to the model, and may change them meanwhile: copy first"
+    )
+    require(not thread.early, torn)
 
 
 def judge_again(answer: Answer) -> None:

@@ -1,7 +1,7 @@
 """The thread copies the gradients, when it gets to it.
 
 task: DelayedUpdate
-says: after step() and finish()
+says: the gradients were read in the thread, when they were zeroed
 """
 
 
