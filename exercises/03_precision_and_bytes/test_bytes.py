@@ -37,6 +37,7 @@ def test_memory_bytes(answer: Answer, group: WatchedGroup) -> None:
                 "  class            yours   counted on refimpl",
             ]
             keys = ("parameters", "gradients", "optimizer", "master weights")
+            all_keys(found, keys)
             evidence += [f"  {k:<14} {found.get(k, 0):>7}   {counted[k]:>7}" for k in keys]
             for key in keys:
                 mine, theirs = found.get(key), counted[key]
@@ -44,6 +45,8 @@ def test_memory_bytes(answer: Answer, group: WatchedGroup) -> None:
                 whole.setdefault((dtype, key), theirs)
                 if key == "optimizer" and mine == theirs * dtype.itemsize // 4:
                     hint = f": AdamW's two numbers are fp32, 8 bytes a parameter, also where the model is {dtype}"
+                elif mine and not theirs:
+                    hint = f": a model of {dtype} has none, it is its own master"
                 elif mine == theirs * group.size:
                     hint = f": {name} shards it over the ranks"
                 elif theirs == (mine or 0) * group.size:
@@ -83,9 +86,13 @@ def test_sent_bytes(answer: Answer, group: WatchedGroup) -> None:
                 f"{padded} parameters of {dtype.itemsize} bytes, {group.size} ranks, {micro_batches} micro-batches",
                 *stage_story(stage),
             ]
+            all_keys(found, ("gradients", "parameters"))
             for key in ("gradients", "parameters"):
-                mine, theirs = found.get(key), counted.get(key, 0)
+                mine, theirs = found[key], counted.get(key, 0)
                 hint = times(mine, theirs)
+                gathers = (name, key) == ("zero3", "parameters")  # of which one too many is as much, at 3 ranks
+                if theirs and not gathers and mine * (group.size - 1) == theirs * group.size:
+                    hint = f": a rank keeps its own part, and sends {group.size - 1} of {group.size}"
                 if mine == theirs * micro_batches > theirs:
                     hint = f": {name} does this once a step, not with each of {micro_batches} micro-batches"
                 elif (mine or 0) * micro_batches == theirs > (mine or 0):
@@ -99,6 +106,11 @@ def test_sent_bytes(answer: Answer, group: WatchedGroup) -> None:
     once = 63 * 10 * 2  # to each other rank a chunk of 10
     found, expected = answer.sent_bytes("zero2", 640, 64, 2, 3), {"gradients": 3 * once, "parameters": once}
     require(found == expected, f"{found}, expected {expected}: each rank sends a chunk to each of 63 others")
+
+
+def all_keys(found: dict[str, int], keys: tuple[str, ...]) -> None:
+    missing = ", ".join(repr(key) for key in keys if key not in found)
+    require(not missing, f"the result has no {missing}: each of {', '.join(keys)} is asked, 0 where there are none")
 
 
 def build(name: str, dtype: torch.dtype, group: WatchedGroup) -> Stage:

@@ -40,6 +40,8 @@ def test_bus_bandwidth(answer: Answer, group: WatchedGroup) -> None:
                 own["doubled: a buffer is as large as it is, the 2 belongs into the bus bandwidth"] = 2 * size
             else:
                 own[f"{op} is handed the whole buffer: it is not N times that"] = own_size * ranks
+            if bus != size:
+                own["it is the bus bandwidth: that comes second"] = bus
             same(found[0], size, "the algorithm bandwidth", own)
             wrong = {"the algorithm bandwidth: how much must a rank send for each byte of the buffer?": size}
             if op == "all_reduce":
