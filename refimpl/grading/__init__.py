@@ -46,6 +46,7 @@ A mutant is a file with one wrong task, and two lines in its docstring, `task: N
     cheats.py      ways round an exercise, by name, as the text tells
     calls.py       the same, as an answer calls them while it runs
     kernels.py     Triton kernels in the interpreter: bytes, products, lanes that leave their tensor, races
+    compiled.py    what Triton's compiler refuses and its interpreter takes
     probes.py      kernels of the graders' own
     traffic.py     WatchedGroup, transcripts
     undefined.py   what C leaves open, made to be seen: the integer that NaN becomes

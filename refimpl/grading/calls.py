@@ -95,7 +95,7 @@ class Calls:
         if not path.is_relative_to(REFIMPL):
             return ""
         module = ".".join(path.relative_to(REFIMPL.parent).with_suffix("").parts)
-        if name == "__getattr__":  # of a package that imports what is asked for: nothing is called yet
+        if name in ("__getattr__", "__bool__"):  # a package imports what is asked for; one_truth: nothing is called yet
             return ""
         return own(module, frame.f_code.co_qualname)
 

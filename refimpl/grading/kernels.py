@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from refimpl.grading.compare import Wrong, require
+from refimpl.grading.compiled import one_truth, refuse_statements
 from refimpl.grading.undefined import masked_off
 from refimpl.launch import report
 
@@ -55,14 +56,15 @@ def within(t: Tensor, row_stride: int = 0) -> Tensor:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) -> "Counts":
-    """What the kernel did. Wrong if it stored nothing, if a lane left its tensor, if programs race, or if a result
-    depends on what the language leaves open.
+    """What the kernel did. Wrong if it stored nothing, if a lane left its tensor, if programs race, if a result depends
+    on what the language leaves open, or if the compiler would refuse it.
     """
     from refimpl.kernels.count import counted
 
+    refuse_statements(kernel)
     memory = [torch.empty(0, dtype=torch.uint8).set_(a.untyped_storage()) for a in args if isinstance(a, Tensor)]
     before = [m.clone() for m in memory]
-    with counted(trace=True, each=lambda: report(None)) as counts, unwrapped(), masked_off() as lanes:
+    with counted(trace=True, each=lambda: report(None)) as counts, unwrapped(), one_truth(), masked_off() as lanes:
         kernel[tuple(grid)](*args, **constants)
     require(
         counts.stored, "no program stores anything: a kernel returns nothing, its results go into memory by tl.store"
@@ -211,6 +213,7 @@ def tiles_of(function: Any, tiles_m: int, tiles_n: int, group: int) -> list[tupl
     from refimpl.grading import probes
 
     out = torch.full((tiles_m * tiles_n, 2), -1)
-    with unwrapped():
+    refuse_statements(function)
+    with unwrapped(), one_truth():
         probes.tiles[(len(out),)](out, function, tiles_m, tiles_n, group)
     return [(int(m), int(n)) for m, n in out.tolist()]

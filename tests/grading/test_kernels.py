@@ -45,7 +45,31 @@ def twice(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 @triton.jit
 def raising(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr, tl.exp(tl.load(x_ptr).to(tl.float16)))
+
+
+@triton.jit
+def leaving(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    for i in range(n):
+        if i == 8:
+            break
+        tl.store(out_ptr + i, 2 * tl.load(x_ptr + i))
+
+
+@triton.jit
+def branching(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if i < n:
+        tl.store(out_ptr + i, 2 * tl.load(x_ptr + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def deciding(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK
+    if first < n and n > 0:
+        i = first + tl.arange(0, BLOCK)
+        tl.store(out_ptr + i, 2 * tl.load(x_ptr + i, mask=i < n), mask=i < n)
 """
+NAMES = ("double", "deciding", "beyond", "racing", "twice", "raising", "leaving", "branching")
 
 
 def judged(path: Path) -> dict[str, list[str]]:
@@ -58,7 +82,7 @@ def judged(path: Path) -> dict[str, list[str]]:
 
     interpret()
     answer, found = import_file(path, "answer"), {}
-    for name in ("double", "beyond", "racing", "twice", "raising"):
+    for name in NAMES:
         x, out = within(torch.arange(10.0)), within(torch.zeros(10))
         try:
             counts = launch(getattr(answer, name), (2,), x, out, 10, BLOCK=8)
@@ -67,7 +91,7 @@ def judged(path: Path) -> dict[str, list[str]]:
         except Wrong as wrong:
             found[name] = [wrong.headline, *wrong.details]
         except ValueError as error:
-            found[name] = [type(error).__name__, str(error.__context__ and error.__context__.__cause__)]
+            found[name] = [type(error).__name__, str(error.__context__ and error.__context__.__cause__), str(error)]
     return found
 
 
@@ -80,7 +104,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def test_a_right_kernel_passes(found: dict[str, list[str]]) -> None:
-    assert found["double"] == ["right", "True"]
+    assert found["double"] == found["deciding"] == ["right", "True"]
 
 
 def test_what_leaves_the_tensor_and_what_races_is_said_though_results_are_right(found: dict[str, list[str]]) -> None:
@@ -95,7 +119,15 @@ def test_a_second_load_is_said_with_a_table(found: dict[str, list[str]]) -> None
 
 def test_an_exception_is_the_learners_own_and_no_circle(found: dict[str, list[str]]) -> None:
     """Its context is the interpreter's wrapper, whose cause it was: whoever followed that would never end."""
-    assert found["raising"] == ["ValueError", "None"]
+    assert found["raising"][:2] == ["ValueError", "None"]
+
+
+def test_what_the_compiler_refuses_is_said_though_the_interpreter_takes_it(found: dict[str, list[str]]) -> None:
+    assert found["leaving"][0].startswith("Triton's compiler knows no `break`")
+    assert found["leaving"][1].endswith(": break")
+    kind, _, said = found["branching"]
+    assert kind == "ValueError"
+    assert said.startswith("a block of 8 numbers is asked for one truth")
 
 
 def test_bytes_that_are_left_out_are_said() -> None:
