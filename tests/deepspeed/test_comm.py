@@ -15,7 +15,7 @@ from refimpl import deepspeed
 from refimpl.deepspeed import comm as dist
 from refimpl.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from refimpl.deepspeed.utils import groups
-from refimpl.ranks import meet
+from refimpl.ranks import cards
 
 
 def row(rank: int, size: int) -> Tensor:
@@ -183,7 +183,7 @@ def test_a_library_for_each_device(gpus: int, taken: str, monkeypatch: pytest.Mo
     monkeypatch.delenv("REFIMPL_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(meet, "_card", str)
+    monkeypatch.setattr(cards, "card", str)
     monkeypatch.setattr(torch_dist, "init_process_group", lambda backend, **more: made.append(backend))
     dist.init_distributed(dist_backend="cuda:nccl,cpu:gloo")
     assert made == [taken]
