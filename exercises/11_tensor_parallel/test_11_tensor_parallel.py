@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refimpl.grading.compare import Wrong, equal, require
+from refimpl.grading.compare import Wrong, equal, refused, require
 from refimpl.grading.exchange import DTYPES, attached, numbers, of_ranks, sends, silent, total
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import Kept, let_go, own_memory, untouched
@@ -146,7 +146,8 @@ def made(make: Callable[..., Any], how: How, group: WatchedGroup, dim: int) -> A
     silent(group, "making the layer", "every rank has the plain layer already")
     uneven = nn.Linear(7, 13) if dim == 0 else nn.Linear(13, 7)
     try:
-        make(uneven, group)
+        with refused(ValueError, f"13 features on {group.size} ranks"):
+            make(uneven, group)
     except ValueError as error:
         both = "13" in str(error) and str(group.size) in str(error)
         require(both, f"the error for 13 features on {group.size} ranks does not name both numbers: {error}")

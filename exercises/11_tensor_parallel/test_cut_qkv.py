@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from refimpl.grading.compare import Wrong, close, equal, require
+from refimpl.grading.compare import Wrong, close, equal, refused, require
 from refimpl.grading.exchange import numbers
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import own_memory, untouched
@@ -38,7 +38,8 @@ def test_cut_qkv(answer: Answer, group: WatchedGroup) -> None:
                 judge_cut(found, expected, whole, rank, ranks, known)
     case("3 heads of keys and values, 2 ranks: a ValueError is expected")
     try:
-        answer.cut_qkv(numbers(12, 5, seed=9), 6, 3, 0, 2)
+        with refused(ValueError, "3 heads of keys and values on 2 ranks"):
+            answer.cut_qkv(numbers(12, 5, seed=9), 6, 3, 0, 2)
     except ValueError as error:
         require("3" in str(error) and "2" in str(error), f"the error does not name both numbers: {error}")
         return

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from refimpl.grading.compare import Wrong, require
+from refimpl.grading.compare import Wrong, refused, require
 from refimpl.grading.grade import on_ranks
 from refimpl.grading.memory import untouched
 from refimpl.grading.rank import Answer, case
@@ -261,7 +261,8 @@ def cause(op: Op, orders: Sequence[Sequence[Op]], found: dict[Op, tuple[float, f
 
 def judge_stuck(answer: Answer, orders: Sequence[Sequence[tuple[str, int, int]]], stuck: set[int]) -> None:
     try:
-        found = answer.play([list(order) for order in orders], COSTS[0])
+        with refused(ValueError, "ranks wait for ever"):
+            found = answer.play([list(order) for order in orders], COSTS[0])
     except ValueError as error:
         text = str(error)
         for rank in range(len(orders)):

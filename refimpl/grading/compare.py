@@ -1,6 +1,7 @@
 """Found against expected: where they first differ, and which well-known mistake makes exactly this difference."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn, optim
 from refimpl.comm.work import Work
 
 SHOWN = 6  # values shown around the first difference
+OTHERS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 WORK = "a collective fills the tensor that it is given, and returns what one may wait for"
 
 
@@ -32,6 +34,17 @@ def require(condition: object, headline: str, *details: str) -> None:
     """Raise Wrong unless the condition holds."""
     if not condition:
         raise Wrong(headline, *details)
+
+
+@contextmanager
+def refused(kind: type[Exception], what: str) -> Iterator[None]:
+    """Inside, `what` is refused by an error of this kind, which goes on its way; another kind is Wrong."""
+    try:
+        yield
+    except OTHERS as error:
+        if isinstance(error, kind):
+            raise
+        raise Wrong(f"{what}: {type(error).__name__}, expected {kind.__name__}", f"  {error}") from None
 
 
 def equal(

@@ -1,7 +1,7 @@
 """A backward that just uses what is not there.
 
 task: SecondShard
-says: backward before any forward raises AttributeError: it must raise a RuntimeError
+says: backward before any forward: AttributeError, expected RuntimeError
 """
 
 
