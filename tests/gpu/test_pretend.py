@@ -9,6 +9,7 @@ import pytest
 import torch
 import worlds
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import refimpl
 import refimpl.deepspeed
@@ -17,7 +18,8 @@ from refimpl.comm.group import Group
 from refimpl.model.experts import Experts, StackedExperts
 from refimpl.model.gates import Gate, Routing
 from refimpl.model.moe import MoE
-from refimpl.offload.homes import is_here
+from refimpl.offload.homes import Host, is_here
+from refimpl.zero.config import ZeroConfig
 from refimpl.zero.ddp import DDP
 from refimpl.zero.gather.unit import unit_of
 from refimpl.zero.loop import start
@@ -77,6 +79,35 @@ def by_itself() -> None:
 def test_a_process_that_is_alone_trains_where_its_model_is(ranks: launch.World) -> None:
     """As `Zero2(model.cuda(), optimizer)` in a script that no launcher started."""
     ranks.call(by_itself)
+
+
+class Copies(TorchDispatchMode):
+    """The types of what goes from the host to the device without a wait, and of what it becomes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_cpu and not args[0].is_cpu and args[2:] == (True,):
+            self.down.append((args[1].dtype, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def down() -> None:
+    model = nn.Linear(64, 64).to("pretend", torch.bfloat16)
+    stage = Zero2(model, torch.optim.AdamW(model.parameters()), config=ZeroConfig(optimizer_home=Host()))
+    stage.backward(model(torch.ones(2, 64, device="pretend", dtype=torch.bfloat16)).float().square().mean())
+    with Copies() as copies:
+        assert stage.step()
+    assert copies.down
+    assert set(copies.down) == {(torch.bfloat16, torch.bfloat16)}
+
+
+@together
+def test_a_weight_of_16_bits_comes_from_the_host_in_16_bits(ranks: launch.World) -> None:
+    """torch would send 32, and round there, where it does not wait."""
+    ranks.call(down)
 
 
 def at_the_host() -> None:

@@ -47,14 +47,18 @@ class Brought(Update):
     def round(self, part: Part) -> None:
         """The weights, rounded, to where the model has them.
 
-        A disk's buffer is filled anew behind this, and is not pinned: the host waits for the copy.
+        A disk's buffer is filled anew behind this, and is not pinned: the host waits for the copy. What it need not
+        wait for torch would send in fp32, and round on the device, from a buffer there (`copy_kernel_cuda`).
         """
         shelf = part.bucket.shelf
         if shelf is not None:
             shelf.write(part.start, part.weights)
             shelf.was_written &= part.end < self.owned[part.bucket].numel()  # the last part of it
         else:
-            self.owned[part.bucket][part.start : part.end].copy_(part.weights, non_blocking=part.record is None)
+            there, weights = self.owned[part.bucket][part.start : part.end], part.weights
+            if part.record is None and not there.is_cpu and there.dtype != weights.dtype:
+                weights = torch.empty_like(weights, dtype=there.dtype, pin_memory=there.is_cuda).copy_(weights)
+            there.copy_(weights, non_blocking=part.record is None)
 
     def is_away(self) -> bool:
         """Whether nothing of it is in memory between steps."""
