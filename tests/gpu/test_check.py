@@ -409,6 +409,8 @@ def test_where_triton_does_not_look_for_the_driver_its_folder_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To each part, and in the report: all kernels would fail where ldconfig does not list what torch has found."""
+    if find_spec("triton"):
+        importlib.import_module("triton")  # or it would look for its drivers in the one below
     looks = SimpleNamespace(libcuda_dirs=lambda: ["/usr/lib"])
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", looks)
     assert libcuda.missed() == ""
