@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import warnings
 from contextlib import nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

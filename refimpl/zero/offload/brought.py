@@ -47,8 +47,8 @@ class Brought(Update):
     def round(self, part: Part) -> None:
         """The weights, rounded, to where the model has them.
 
-        A disk's buffer is filled anew behind this, and is not pinned: the host waits for the copy. What it need not
-        wait for torch would send in fp32, and round on the device, from a buffer there (`copy_kernel_cuda`).
+        A disk's buffer is filled anew behind this, and is not pinned: the host waits for the copy. Where it
+        does not, torch would send fp32 and round on the device, from a buffer there (`copy_kernel_cuda`): round here.
         """
         shelf = part.bucket.shelf
         if shelf is not None:
