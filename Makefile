@@ -49,7 +49,7 @@ demo: $(STAMP)
 	@$(BIN)/refimpl demo $(ARGS)
 
 test: $(STAMP) lint
-	@echo "Tests, then every chapter's notebook once more: 20 to 35 minutes on two cores, by their speed."
+	@echo "Tests, then every chapter's notebook once more: 20 to 45 minutes on two cores, by their speed."
 	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadgroup $(ARGS)
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 120 \
 	  --nbval-sanitize-with course/nbval.cfg -n $$(($(JOBS) + 1)) --dist loadfile course  # one more: kernels wait for each other's ranks
