@@ -28,7 +28,7 @@ from refimpl.comm.control import Control
 from refimpl.comm.link import Link
 from refimpl.comm.logged import entered
 from refimpl.comm.nodes import refuse_uneven
-from refimpl.comm.process_group import backend_of, device_of, served
+from refimpl.comm.process_group import backend_of, device_of, libraries_of
 from refimpl.comm.route import Route
 from refimpl.comm.streams import Streams, streams_of
 from refimpl.comm.transport import Transport
@@ -66,7 +66,7 @@ class Group(Control):
             raise ValueError(f"rank {dist.get_rank()} is not in this process group: let its members alone make a Group")
         self.device = device or device_of(handle)
         self.backend = backend_of(handle, self.device)
-        self.served = served(handle)
+        self.served = frozenset(libraries_of(handle))  # types of device
         self.streams = streams or streams_of(self.device)
         self.ledger = ledger or Ledger()
         self.deterministic = deterministic

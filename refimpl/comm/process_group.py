@@ -35,6 +35,13 @@ def own_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() or own)
 
 
+def libraries_of(handle: dist.ProcessGroup | None) -> dict[str, str]:
+    """The library of each type of device: {"cpu": "gloo", "cuda": "nccl"}; none for a group of one rank."""
+    if handle is None:
+        return {}
+    return dict(pair.split(":") for pair in dist.get_backend_config(handle).split(","))
+
+
 def backend_of(handle: dist.ProcessGroup | None, device: torch.device) -> str:
     """The library for this device's tensors: "nccl" for a GPU's where the group was made with "cpu:gloo,cuda:nccl".
 
@@ -42,20 +49,14 @@ def backend_of(handle: dist.ProcessGroup | None, device: torch.device) -> str:
     """
     if handle is None:
         return "none"
-    config: str = dist.get_backend_config(handle)
-    libraries = dict(pair.split(":") for pair in config.split(","))
+    libraries = libraries_of(handle)
     if device.type not in libraries:
+        config = ",".join(map(":".join, libraries.items()))
         raise RuntimeError(
             f"this process group speaks {config}, and has no library for tensors on {device}: init_process_group("
             '"cpu:gloo,cuda:nccl"), or set REFIMPL_DEVICE to where the tensors are'
         )
     return libraries[device.type]
-
-
-def served(handle: dist.ProcessGroup | None) -> frozenset[str]:
-    """The types of device whose tensors the group's libraries take; none for a group of one, where nothing is sent."""
-    config = dist.get_backend_config(handle) if handle is not None else ""
-    return frozenset(pair.split(":")[0] for pair in config.split(",") if pair)
 
 
 def by_name(name: str) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from refimpl.comm import checks
-from refimpl.comm.process_group import served
+from refimpl.comm.process_group import libraries_of
 from refimpl.deepspeed.accelerator import get_accelerator
 from refimpl.deepspeed.utils.comms_logging import CommsLogger
 from refimpl.measure.comms_log import EXCHANGES, GATHERS
@@ -90,7 +90,7 @@ def refuse_elsewhere(call: str, given: Sequence[Any], group: Any) -> None:
     """
     if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
         return
-    there = served(group or dist.group.WORLD)
+    there = libraries_of(group or dist.group.WORLD)
     for tensor in (tensor for one in given for tensor in (one if isinstance(one, list | tuple) else [one])):
         if isinstance(tensor, Tensor) and tensor.device.type not in there:
             raise checks.elsewhere(call, "tensor", tensor, there)

@@ -1,7 +1,7 @@
 """Saving: each rank writes what it owns, once and in parallel; rank 0 then gives the folder its name.
 
     save_dir/latest                           the tag of the last complete checkpoint, written when all ranks are done
-    save_dir/zero_to_fp32.py, zero_to_torch.py make files of whole weights of one of them, as DeepSpeed's
+    save_dir/zero_to_{fp32,torch}.py          make files of whole weights of one of them, as DeepSpeed's
     save_dir/<tag>/checkpoint.json            what was saved and where it lies; size and checksum of every file
     save_dir/<tag>/rank00000.safetensors      one a rank: its elements of weights, masters and optimizer state
     save_dir/<tag>/rank00000.json             schedule, loss scale, random state, position in the data, client_state

@@ -79,7 +79,7 @@ def live_on(library: Path) -> None:
     load(library)
     os.environ["REFIMPL_DEVICE"] = "pretend:0"
     vars(group)["backend_of"] = lambda handle, device: "gloo" if handle else "none"
-    vars(group)["served"] = lambda handle: frozenset({"pretend"} if handle else ())
+    vars(group)["libraries_of"] = lambda handle: {"pretend": "gloo"} if handle else {}
     whole = route.Route._library
 
     def library_of(self: route.Route, handle: Any, wish: str, deterministic: bool) -> Transport:
